@@ -1,0 +1,407 @@
+"""Proximal Policy Optimization (PPO) with continuous actions: the readable eager reference.
+
+Paper: https://arxiv.org/abs/1707.06347. Algorithm, names, hyperparameters and structure follow CleanRL's
+https://docs.cleanrl.dev/rl-algorithms/ppo/#ppo_continuous_actionpy; what differs: episodes that run out of time are
+bootstrapped from their true last observation, and steps that only reset an environment are left out of the loss.
+Its fast sibling, which computes the same numbers, is ppo_continuous_action_torchcompile.py.
+
+    python leanrl/ppo_continuous_action.py --env-id HalfCheetah-v5
+    python leanrl/ppo_continuous_action.py --env-id Hopper-v5 --seed 2 --save-model --capture-video
+
+Measured speed and learning curves: doc/benchmarks/ppo_continuous_action.md
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+from torch.distributions.normal import Normal
+
+from leanrl.support.cli import RunArgs, run_script
+from leanrl.support.devices import resolve_device, set_num_threads
+from leanrl.support.envs import make_envs, require_continuous_actions
+from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
+from leanrl.support.evaluation import record_video
+from leanrl.support.run import Run, seed_everything
+
+
+@dataclass
+class Args(RunArgs):
+    env_id: str = "HalfCheetah-v5"
+    """Gymnasium environment with continuous actions"""
+    total_timesteps: int = 1_000_000
+    """environment steps of the whole run"""
+    seed: int = 1
+    """seed of the environments, the network and the exploration noise"""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N"""
+    amp: Literal["none", "bf16"] = "none"
+    """bf16 runs the networks of the update under autocast"""
+    num_threads: int | None = None
+    """CPU threads of PyTorch; by default 1 for minibatches under 1,024 rows and all cores above"""
+
+    learning_rate: float = 3e-4
+    """of Adam"""
+    num_envs: int = 1
+    """environments stepped together"""
+    num_steps: int = 2048
+    """steps of each environment in a rollout"""
+    anneal_lr: bool = True
+    """let the learning rate fall linearly to 0"""
+    gamma: float = 0.99
+    """discount"""
+    gae_lambda: float = 0.95
+    """lambda of generalised advantage estimation"""
+    num_minibatches: int = 32
+    """minibatches an epoch"""
+    update_epochs: int = 10
+    """passes over each rollout"""
+    norm_adv: bool = True
+    """normalise the advantages of each minibatch"""
+    clip_coef: float = 0.2
+    """clip range of the probability ratio"""
+    clip_vloss: bool = True
+    """clip the value loss too"""
+    ent_coef: float = 0.0
+    """coefficient of the entropy bonus"""
+    vf_coef: float = 0.5
+    """coefficient of the value loss"""
+    max_grad_norm: float = 0.5
+    """gradients are clipped to this norm"""
+    target_kl: float | None = None
+    """stop the epochs of an update once the approximate KL divergence exceeds this"""
+
+
+def validate(args: Args) -> None:
+    """Raises UsageError on the first argument that cannot work."""
+    require_at_least(args, 1, "total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs")
+    require_at_least(args, 1, "num_threads", "checkpoint_every")
+    require_at_least(args, 0, "seed", "clip_coef", "ent_coef", "vf_coef", "target_kl")
+    require_positive(args, "learning_rate", "max_grad_norm")
+    require_unit_interval(args, "gamma", "gae_lambda")
+    batch_size = args.num_envs * args.num_steps
+    if batch_size % args.num_minibatches:
+        raise bad("num_minibatches", args.num_minibatches, f"must divide num_envs * num_steps = {batch_size}")
+    if args.norm_adv and batch_size // args.num_minibatches < 2:
+        raise bad("num_minibatches", args.num_minibatches, "leaves minibatches of 1, which --norm-adv cannot normalise")
+    if args.total_timesteps < batch_size:
+        raise bad("total_timesteps", args.total_timesteps, f"is less than one rollout, {batch_size} steps")
+
+
+# ---------------------------------------------------------------------------------------------------------- NETWORKS
+
+
+def layer_init(layer: nn.Linear, std: float = np.sqrt(2), bias_const: float = 0.0) -> nn.Linear:
+    nn.init.orthogonal_(layer.weight, std)
+    nn.init.constant_(layer.bias, bias_const)
+    return layer
+
+
+class Agent(nn.Module):
+    """Separate tanh networks for policy and value; the policy's standard deviation does not depend on the state."""
+
+    def __init__(self, obs_dim: int, action_dim: int) -> None:
+        super().__init__()
+        self.critic = nn.Sequential(
+            layer_init(nn.Linear(obs_dim, 64)),
+            nn.Tanh(),
+            layer_init(nn.Linear(64, 64)),
+            nn.Tanh(),
+            layer_init(nn.Linear(64, 1), std=1.0),
+        )
+        self.actor_mean = nn.Sequential(
+            layer_init(nn.Linear(obs_dim, 64)),
+            nn.Tanh(),
+            layer_init(nn.Linear(64, 64)),
+            nn.Tanh(),
+            layer_init(nn.Linear(64, action_dim), std=0.01),
+        )
+        self.actor_logstd = nn.Parameter(torch.zeros(1, action_dim))
+
+    def get_value(self, obs: torch.Tensor) -> torch.Tensor:
+        """[B, obs_dim] -> [B]"""
+        return self.critic(obs).squeeze(-1)
+
+    def get_action_and_value(self, obs: torch.Tensor, action: torch.Tensor | None = None):
+        """[B, obs_dim] -> action [B, action_dim] (sampled unless given), log-probability, entropy, value [B]"""
+        action_mean = self.actor_mean(obs)
+        probs = Normal(action_mean, self.actor_logstd.expand_as(action_mean).exp())
+        if action is None:
+            action = probs.sample()
+        return action, probs.log_prob(action).sum(1), probs.entropy().sum(1), self.get_value(obs)
+
+
+# ------------------------------------------------------------------------------------------------ TARGETS AND LOSSES
+
+
+def compute_gae(
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    terminations: torch.Tensor,
+    dones: torch.Tensor,
+    gamma: float,
+    gae_lambda: float,
+) -> torch.Tensor:
+    """Generalised advantage estimation (https://arxiv.org/abs/1506.02438, equation 16).
+
+    ``values[t + 1]`` values the observation that step t led to, the true last one where step t ended an episode: it is
+    bootstrapped from unless the episode terminated, and ``dones`` (terminated or truncated) ends the sum. Advantages
+    of steps that only reset an environment mean nothing, and reach no other step.
+
+    Args:
+        rewards, terminations, dones: [T, N]; the flags as floats.
+        values: [T + 1, N].
+
+    Returns:
+        advantages [T, N]
+    """
+    advantages = torch.zeros_like(rewards)
+    lastgaelam = torch.zeros_like(rewards[0])
+    for t in reversed(range(len(rewards))):
+        delta = rewards[t] + gamma * values[t + 1] * (1.0 - terminations[t]) - values[t]
+        advantages[t] = lastgaelam = delta + gamma * gae_lambda * (1.0 - dones[t]) * lastgaelam
+    return advantages
+
+
+def weighted_mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Mean of ``x`` over the rows that count (weight 1)."""
+    return (x * weights).sum() / weights.sum().clamp(min=1.0)
+
+
+def ppo_loss(
+    agent: Agent,
+    obs: torch.Tensor,
+    actions: torch.Tensor,
+    logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    returns: torch.Tensor,
+    values: torch.Tensor,
+    weights: torch.Tensor,
+    args: Args,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """PPO's clipped loss over one minibatch.
+
+    Args:
+        obs, actions: [B, ...]; the others [B]. ``weights`` is 0 for steps that only reset an environment, else 1.
+
+    Returns:
+        the loss, and [6]: policy loss, value loss, entropy, old_approx_kl, approx_kl, clipfrac (detached).
+    """
+    _, newlogprob, entropy, newvalue = agent.get_action_and_value(obs, actions)
+    logratio = newlogprob - logprobs
+    ratio = logratio.exp()
+
+    with torch.no_grad():
+        # approx_kl: http://joschu.net/blog/kl-approx.html
+        old_approx_kl = weighted_mean(-logratio, weights)
+        approx_kl = weighted_mean((ratio - 1) - logratio, weights)
+        clipfrac = weighted_mean(((ratio - 1.0).abs() > args.clip_coef).float(), weights)
+
+    if args.norm_adv:
+        mean = weighted_mean(advantages, weights)
+        # Unbiased, as torch.std is.
+        variance = (weights * (advantages - mean) ** 2).sum() / (weights.sum() - 1).clamp(min=1.0)
+        advantages = (advantages - mean) / (variance.sqrt() + 1e-8)
+
+    pg_loss1 = -advantages * ratio
+    pg_loss2 = -advantages * torch.clamp(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
+    pg_loss = weighted_mean(torch.max(pg_loss1, pg_loss2), weights)
+
+    v_loss = (newvalue - returns) ** 2
+    if args.clip_vloss:
+        v_clipped = values + torch.clamp(newvalue - values, -args.clip_coef, args.clip_coef)
+        v_loss = torch.max(v_loss, (v_clipped - returns) ** 2)
+    v_loss = 0.5 * weighted_mean(v_loss, weights)
+
+    entropy_loss = weighted_mean(entropy, weights)
+    loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss
+    parts = torch.stack([pg_loss, v_loss, entropy_loss, old_approx_kl, approx_kl, clipfrac])
+    return loss, parts.detach()
+
+
+LOSS_NAMES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
+
+
+# ------------------------------------------------------------------------------------------------------------ UPDATE
+
+
+def make_update(agent: Agent, optimizer: torch.optim.Adam, args: Args) -> Callable:
+    """The function ``update(minibatch) -> parts`` that takes one gradient step; ``minibatch`` is ppo_loss's tensors."""
+    device_type = next(agent.parameters()).device.type
+
+    def update(*minibatch: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
+            loss, parts = ppo_loss(agent, *minibatch, args)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+        optimizer.step()
+        return parts
+
+    return update
+
+
+# ------------------------------------------------------------------------------------------------------------ ACTING
+
+
+def wrap_envs(envs: gym.vector.VectorEnv, gamma: float) -> gym.vector.VectorEnv:
+    """CleanRL's wrappers: episode statistics, clipped actions, normalised and clipped observations and rewards."""
+    envs = gym.wrappers.vector.RecordEpisodeStatistics(envs)
+    envs = gym.wrappers.vector.ClipAction(envs)
+    envs = gym.wrappers.vector.NormalizeObservation(envs)
+    envs = gym.wrappers.vector.TransformObservation(envs, lambda obs: np.clip(obs, -10, 10))
+    envs = gym.wrappers.vector.NormalizeReward(envs, gamma=gamma)
+    return gym.wrappers.vector.TransformReward(envs, lambda reward: np.clip(reward, -10, 10))
+
+
+def find_wrapper(envs: gym.vector.VectorEnv, wrapper: type) -> gym.vector.VectorWrapper:
+    """The wrapper of that type in the stack ``envs``."""
+    while not isinstance(envs, wrapper):
+        envs = envs.env
+    return envs
+
+
+def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
+    """The deterministic policy of a saved model: raw observations [N, obs_dim] -> actions [N, action_dim]."""
+    low, high = envs.single_action_space.low, envs.single_action_space.high
+    agent = Agent(envs.single_observation_space.shape[0], envs.single_action_space.shape[0])
+    agent.load_state_dict(model["agent"])
+    mean, var = model["obs_rms"]["mean"].numpy(), model["obs_rms"]["var"].numpy()
+
+    @torch.no_grad()
+    def policy(obs: np.ndarray) -> np.ndarray:
+        normalized = np.clip((obs - mean) / np.sqrt(var + 1e-8), -10, 10)
+        return np.clip(agent.actor_mean(torch.as_tensor(normalized, dtype=torch.float32)).numpy(), low, high)
+
+    return policy
+
+
+# -------------------------------------------------------------------------------------------------------------- MAIN
+
+
+def main(args: Args) -> None:
+    validate(args)
+    device = resolve_device(args)
+    batch_size = args.num_envs * args.num_steps
+    minibatch_size = batch_size // args.num_minibatches
+    num_iterations = args.total_timesteps // batch_size
+    set_num_threads(args.num_threads, minibatch_size)
+    start = 0 if args.resume is None else 1
+    envs = make_envs(args.env_id, args.num_envs, args.seed, start=start)
+    require_continuous_actions(envs, args.env_id)
+    obs_shape, action_shape = envs.single_observation_space.shape, envs.single_action_space.shape
+
+    seed_everything(args.seed)
+    envs = wrap_envs(envs, args.gamma)
+    obs_normalizer = find_wrapper(envs, gym.wrappers.vector.NormalizeObservation)
+    reward_normalizer = find_wrapper(envs, gym.wrappers.vector.NormalizeReward)
+    agent = Agent(obs_shape[0], action_shape[0]).to(device)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
+    update = make_update(agent, optimizer, args)
+
+    def state_dict() -> dict:
+        return {
+            "agent": agent.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "obs_rms": rms_state(obs_normalizer.obs_rms),
+            "return_rms": rms_state(reward_normalizer.return_rms),
+        }
+
+    with Run(args, __file__, device, total_steps=num_iterations * batch_size) as run:
+        if run.resumed is not None:
+            agent.load_state_dict(run.resumed["agent"])
+            optimizer.load_state_dict(run.resumed["optimizer"])
+            load_rms_state(obs_normalizer.obs_rms, run.resumed["obs_rms"])
+            load_rms_state(reward_normalizer.return_rms, run.resumed["return_rms"])
+
+        # Rollout storage. obs and values hold one step more: what the last step led to.
+        obs = torch.zeros((args.num_steps + 1, args.num_envs) + obs_shape, device=device)
+        actions = torch.zeros((args.num_steps, args.num_envs) + action_shape, device=device)
+        logprobs = torch.zeros((args.num_steps, args.num_envs), device=device)
+        rewards = torch.zeros((args.num_steps, args.num_envs), device=device)
+        terminations = torch.zeros((args.num_steps, args.num_envs), device=device)
+        dones = torch.zeros((args.num_steps, args.num_envs), device=device)
+        values = torch.zeros((args.num_steps + 1, args.num_envs), device=device)
+        weights = torch.zeros((args.num_steps, args.num_envs), device=device)
+
+        next_obs = torch.as_tensor(envs.reset()[0], device=device)
+        # 1 where the next step only resets its environment (NEXT_STEP autoreset).
+        next_reset = torch.zeros(args.num_envs, device=device)
+        run.restore_rng()
+        run.start_clock()
+        for iteration in range(run.global_step // batch_size + 1, num_iterations + 1):
+            if run.stop_requested:
+                break
+            if args.anneal_lr:
+                frac = 1.0 - (iteration - 1.0) / num_iterations
+                optimizer.param_groups[0]["lr"] = frac * args.learning_rate
+
+            for step in range(args.num_steps):
+                obs[step] = next_obs
+                weights[step] = 1.0 - next_reset
+                with torch.no_grad():
+                    actions[step], logprobs[step], _, values[step] = agent.get_action_and_value(next_obs)
+
+                # The clipped action goes to the environment, the sampled one into the loss.
+                next_obs, reward, terminated, truncated, infos = envs.step(actions[step].cpu().numpy())
+                next_obs = torch.as_tensor(next_obs, device=device)
+                rewards[step] = torch.as_tensor(reward, device=device)
+                terminations[step] = torch.as_tensor(terminated, device=device)
+                dones[step] = next_reset = torch.as_tensor(terminated | truncated, dtype=torch.float32, device=device)
+                if "episode" in infos:
+                    ended = infos["_episode"]
+                    run.record_episodes(infos["episode"]["r"][ended], infos["episode"]["l"][ended])
+            obs[args.num_steps] = next_obs
+            run.global_step += batch_size
+
+            with torch.no_grad():
+                values[args.num_steps] = agent.get_value(next_obs)
+                advantages = compute_gae(rewards, values, terminations, dones, args.gamma, args.gae_lambda)
+                returns = advantages + values[:-1]
+
+            b_obs = obs[:-1].reshape((-1,) + obs_shape)
+            b_actions = actions.reshape((-1,) + action_shape)
+            batch = (b_obs, b_actions) + tuple(
+                x.reshape(-1) for x in (logprobs, advantages, returns, values[:-1], weights)
+            )
+            for _ in range(args.update_epochs):
+                b_inds = torch.randperm(batch_size, device=device)
+                for mb_inds in b_inds.split(minibatch_size):
+                    parts = update(*(x[mb_inds] for x in batch))
+                    run.optimizer_steps += 1
+                if args.target_kl is not None and parts[LOSS_NAMES.index("approx_kl")] > args.target_kl:
+                    break
+
+            y_true, y_pred = returns[weights > 0], values[:-1][weights > 0]
+            explained_variance = 1 - (y_true - y_pred).var() / y_true.var()
+            losses = {f"losses/{name}": value for name, value in zip(LOSS_NAMES, parts.tolist(), strict=True)}
+            losses["losses/explained_variance"] = explained_variance.item()
+            run.log({"charts/learning_rate": optimizer.param_groups[0]["lr"], **losses})
+            if run.checkpoint_due():
+                run.checkpoint(state_dict())
+
+        run.finish(state_dict())
+        if args.save_model or args.capture_video:
+            model = {"agent": agent.state_dict(), "obs_rms": rms_state(obs_normalizer.obs_rms)}
+            run.save_model(model)
+            if args.capture_video:
+                record_video(run.dir)
+    envs.close()
+
+
+def rms_state(rms) -> dict[str, torch.Tensor]:
+    """A Gymnasium RunningMeanStd as float64 tensors, for checkpoints."""
+    return {name: torch.as_tensor(getattr(rms, name), dtype=torch.float64) for name in ("mean", "var", "count")}
+
+
+def load_rms_state(rms, state: dict[str, torch.Tensor]) -> None:
+    """Restores what ``rms_state`` returned."""
+    rms.mean, rms.var, rms.count = state["mean"].numpy(), state["var"].numpy(), state["count"].item()
+
+
+if __name__ == "__main__":
+    run_script(main, Args, __file__)

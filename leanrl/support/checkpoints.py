@@ -1,0 +1,90 @@
+"""Checkpoint files: written atomically, the last two kept, a torn or foreign one refused."""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from leanrl.support.errors import UsageError
+
+FORMAT = "leanrl-checkpoint-1"
+KEEP = 2
+
+
+def save_atomically(obj, path: Path) -> None:
+    """``torch.save`` that leaves either the old file or the whole new one, whenever the process or machine dies."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "wb") as file:
+        torch.save(obj, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    # The rename itself is durable only once the directory is.
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Checkpoint files in ``folder``, newest first."""
+    return sorted(folder.glob("step_*.pt"), reverse=True)
+
+
+def save_checkpoint(folder: Path, global_step: int, identity: dict, state: dict) -> Path:
+    """Writes ``state`` as the checkpoint of ``global_step`` and removes all but the last two.
+
+    Args:
+        folder: the run's ``checkpoints/``; made if missing.
+        global_step: environment steps.
+        identity: what must match on loading (script, env_id).
+        state: tensors, numbers, strings, and lists, tuples and dicts of them (what ``weights_only`` loads).
+    """
+    folder.mkdir(exist_ok=True)
+    path = folder / f"step_{global_step:012d}.pt"
+    save_atomically({"format": FORMAT, **identity, "global_step": global_step, "state": state}, path)
+    for old in list_checkpoints(folder)[KEEP:]:
+        old.unlink()
+    return path
+
+
+def load_checkpoint(path: Path, identity: dict) -> tuple[int, dict]:
+    """Reads one checkpoint: ``(global_step, state)``, tensors on the CPU.
+
+    Raises:
+        UsageError: the file is torn, empty, no checkpoint of ours, or of another script or environment.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch.load raises nearly anything on damaged input
+        reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
+        raise UsageError(f"{path}: damaged or not a checkpoint ({reason})") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise UsageError(f"{path}: not a checkpoint of this project's format {FORMAT}")
+    for key, value in identity.items():
+        if content.get(key) != value:
+            raise UsageError(f"{path}: belongs to {key} {content.get(key)}, not {value}")
+    return content["global_step"], content["state"]
+
+
+def load_last_checkpoint(folder: Path, identity: dict) -> tuple[int, dict] | None:
+    """The newest checkpoint that can be read, or None where none was written yet.
+
+    An unreadable one is reported on stderr and the one before it is used.
+
+    Raises:
+        UsageError: there are checkpoints, and none can be read.
+    """
+    paths = list_checkpoints(folder)
+    errors = []
+    for path in paths:
+        try:
+            return load_checkpoint(path, identity)
+        except UsageError as error:
+            errors.append(str(error))
+            print(f"warning: {error}; trying the checkpoint before it", file=sys.stderr)
+    if errors:
+        raise UsageError(f"--resume {folder.parent}: no readable checkpoint; {errors[0]}")
+    return None

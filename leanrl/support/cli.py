@@ -1,0 +1,113 @@
+"""The command line that every script shares: common flags, resuming, one-line errors."""
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import tyro
+
+from leanrl.support.errors import UsageError, bad, changed_fields, flag
+
+MAY_CHANGE_ON_RESUME = {"total_timesteps", "device", "compile", "cudagraphs", "track", "checkpoint_every", "resume"}
+
+
+@dataclasses.dataclass
+class RunArgs:
+    """Flags that decide neither what is learned nor how fast; every script's ``Args`` inherits them."""
+
+    run_name: str | None = None
+    """name of the run directory; by default ENV_ID__SCRIPT__SEED__TIME"""
+    runs_dir: str = "runs"
+    """folder that holds the run directories"""
+    checkpoint_every: int | None = 100_000
+    """environment steps between checkpoints (one is always written at the end); None writes none before the end"""
+    resume: str | None = None
+    """run directory to continue from its last checkpoint; its arguments are taken over"""
+    save_model: bool = False
+    """write model.pt at the end, which `python -m leanrl.tools.evaluate RUN_DIR` plays"""
+    capture_video: bool = False
+    """play one episode with the trained policy at the end and write it as mp4 into the run directory"""
+    track: bool = False
+    """also log to Weights & Biases (offline when no key is configured)"""
+    wandb_project_name: str = "leanrl"
+    """W&B project"""
+    wandb_entity: str | None = None
+    """W&B team or user"""
+
+
+Args = TypeVar("Args", bound=RunArgs)
+
+
+def _resume_path(argv: list[str]) -> str | None:
+    for i, word in enumerate(argv):
+        if word == "--resume" and i + 1 < len(argv):
+            return argv[i + 1]
+        if word.startswith("--resume="):
+            return word.removeprefix("--resume=")
+    return None
+
+
+def read_args_json(run_dir: Path) -> dict:
+    """The contents of ``args.json`` of a run directory; UsageError if ``run_dir`` is not one."""
+    try:
+        return json.loads((run_dir / "args.json").read_text())
+    except FileNotFoundError:
+        raise UsageError(f"{run_dir}: not a run directory (it has no args.json)") from None
+    except (json.JSONDecodeError, OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{run_dir}/args.json: cannot be read ({error})") from None
+
+
+def restarted() -> bool:
+    """Whether torchrun or SLURM started this process again after a failure or a requeue."""
+    return any(int(os.environ.get(v, "0") or 0) > 0 for v in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+
+
+def parse_args(args_type: type[Args], script: str, argv: list[str] | None = None) -> Args:
+    """Reads the command line into ``args_type``.
+
+    With ``--resume RUN_DIR`` the arguments of that run are the defaults, and only those in MAY_CHANGE_ON_RESUME may
+    differ from them. A process restarted by torchrun or SLURM resumes its ``--run-name`` by itself.
+
+    Raises:
+        UsageError: ``--resume`` names no run, a run of another script, or a flag that may not change was changed.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    description = sys.modules[args_type.__module__].__doc__
+    resume = _resume_path(argv)
+    if resume is None:
+        args = tyro.cli(args_type, args=argv, description=description)
+        if restarted() and args.run_name and (Path(args.runs_dir) / args.run_name / "args.json").exists():
+            args.resume = str(Path(args.runs_dir) / args.run_name)
+        return args
+    try:
+        stored = read_args_json(Path(resume))
+    except UsageError as error:
+        raise UsageError(f"--resume {error}") from None
+    if stored.get("script") != script:
+        raise bad("resume", resume, f"is a run of {stored.get('script')}, this script is {script}")
+    names = {f.name for f in dataclasses.fields(args_type)}
+    first = args_type(**{name: value for name, value in stored["args"].items() if name in names})
+    # Where the run lies now, not where it lay when it was started: run directories may be moved.
+    first.runs_dir, first.run_name = str(Path(resume).resolve().parent), Path(resume).resolve().name
+    args = tyro.cli(args_type, args=argv, default=first, description=description)
+    for name in changed_fields(first, args):
+        if name not in MAY_CHANGE_ON_RESUME:
+            was = getattr(first, name)
+            raise bad(name, getattr(args, name), f"cannot change on --resume, the run was started with {was}")
+    return args
+
+
+def run_script(main: Callable[[Args], None], args_type: type[Args], script_file: str) -> None:
+    """Entry point of every script: parses, runs ``main(args)``; a UsageError is one line on stderr and exit code 2."""
+    try:
+        main(parse_args(args_type, Path(script_file).stem))
+    except UsageError as error:
+        print(f"{Path(script_file).name}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+__all__ = ["RunArgs", "flag", "parse_args", "read_args_json", "restarted", "run_script"]

@@ -1,0 +1,50 @@
+"""Choosing the device and the number of CPU threads; checks of what this machine lacks."""
+
+import os
+import shutil
+
+import torch
+
+from leanrl.support.errors import UsageError, bad
+
+
+def resolve_device(args) -> torch.device:
+    """The device of ``--device {auto,cpu,cuda,cuda:N}``, after checking that the run's modes can work there.
+
+    Raises:
+        UsageError: no such device; ``--cudagraphs`` on a CPU; ``--compile`` on a CPU without a C++ compiler.
+    """
+    name = args.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise bad("device", name, "must be auto, cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise bad("device", name, "must be auto, cpu, cuda or cuda:N")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise bad("device", name, "this machine has no CUDA device; try --device cpu")
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise bad("device", name, f"this machine has {torch.cuda.device_count()} CUDA device(s)")
+        device = torch.device("cuda", device.index or 0)
+    if getattr(args, "cudagraphs", False) and device.type != "cuda":
+        raise UsageError(f"--cudagraphs needs a CUDA device; this run is on {device}")
+    if getattr(args, "compile", False) and device.type == "cpu" and not has_cpp_compiler():
+        raise UsageError("--compile on a CPU needs a C++ compiler; install g++ (Debian: apt install g++) or set CXX")
+    return device
+
+
+def has_cpp_compiler() -> bool:
+    """Whether a C++ compiler, which TorchInductor needs on a CPU, is on the PATH or in CXX."""
+    return any(shutil.which(name) for name in (os.environ.get("CXX") or "g++", "clang++"))
+
+
+def set_num_threads(requested: int | None, minibatch_size: int) -> None:
+    """Sets PyTorch's intra-op threads: ``requested``, or what suits a small network at this minibatch size.
+
+    Under about a thousand rows a 64x64 network is done before a second thread has woken up.
+    """
+    small = minibatch_size < 1024
+    torch.set_num_threads(requested or (1 if small else len(os.sched_getaffinity(0))))

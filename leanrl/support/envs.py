@@ -1,0 +1,175 @@
+"""Gymnasium and EnvPool behind one ``gymnasium.vector.VectorEnv`` in NEXT_STEP autoreset mode.
+
+The step after a done ignores its action, resets, and returns reward 0. So the observation that comes with a done is
+the true last one of its episode (https://farama.org/Vector-Autoreset-Mode).
+"""
+
+import difflib
+import os
+from typing import Literal
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+
+from leanrl.support.errors import UsageError, bad
+
+EnvBackend = Literal["gymnasium", "envpool"]
+
+
+def env_seeds(seed: int, num_envs: int, first_index: int = 0, start: int = 0) -> list[int]:
+    """One seed an environment, in [0, 2**31).
+
+    Drawn from ``SeedSequence([seed, global index])``: with ``seed + index``, seeds 1 and 2 would share nearly all
+    their environments. ``start`` counts resumed starts, so that fresh episodes after a resume are new ones.
+    """
+    entropy = [[seed, index] + ([start] if start else []) for index in range(first_index, first_index + num_envs)]
+    return [int(np.random.SeedSequence(words).generate_state(1)[0] >> 1) for words in entropy]
+
+
+class SerialVectorEnv(VectorEnv):
+    """Environments of vectors of numbers, stepped one after the other in this process.
+
+    What ``gymnasium.vector.SyncVectorEnv`` does, less its general observation spaces and per-environment infos (always
+    empty here): at one MuJoCo environment those cost a third of the simulator's own time.
+    """
+
+    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
+
+    def __init__(self, envs: list[gym.Env], seeds: list[int]) -> None:
+        self.envs = envs
+        self.num_envs = len(envs)
+        self.single_observation_space = envs[0].observation_space
+        self.single_action_space = envs[0].action_space
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        self.spec = envs[0].spec
+        self._seeds = seeds
+        self._done = [False] * self.num_envs
+        self._obs = np.zeros(self.observation_space.shape, self.observation_space.dtype)
+
+    def reset(self, *, seed=None, options=None) -> tuple[np.ndarray, dict]:
+        """Starts every environment anew, with the seeds given at construction."""
+        for i, env in enumerate(self.envs):
+            self._obs[i], _ = env.reset(seed=self._seeds[i])
+        self._done = [False] * self.num_envs
+        return self._obs.copy(), {}
+
+    def step(self, actions: np.ndarray):
+        """``actions`` [N, ...] -> observations [N, ...], rewards, terminations, truncations [N], and no infos."""
+        rewards = np.zeros(self.num_envs)
+        terminations = np.zeros(self.num_envs, bool)
+        truncations = np.zeros(self.num_envs, bool)
+        obs, done = self._obs, self._done
+        for i, env in enumerate(self.envs):
+            if done[i]:
+                obs[i], _ = env.reset()
+                done[i] = False
+            else:
+                obs[i], rewards[i], terminated, truncated, _ = env.step(actions[i])
+                if terminated or truncated:
+                    terminations[i], truncations[i], done[i] = terminated, truncated, True
+        return obs.copy(), rewards, terminations, truncations, {}
+
+    def close_extras(self, **kwargs) -> None:
+        for env in self.envs:
+            env.close()
+
+
+class EnvPoolVectorEnv(VectorEnv):
+    """EnvPool's synchronous mode as a VectorEnv. Its own autoreset is NEXT_STEP already."""
+
+    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
+
+    def __init__(self, env_id: str, seeds: list[int], num_threads: int = 0) -> None:
+        import envpool
+
+        self._pool = envpool.make(
+            env_id, env_type="gymnasium", num_envs=len(seeds), seed=seeds, num_threads=num_threads
+        )
+        self.num_envs = len(seeds)
+        self.single_observation_space = self._pool.observation_space
+        self.single_action_space = self._pool.action_space
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+
+    def reset(self, *, seed=None, options=None) -> tuple[np.ndarray, dict]:
+        """Starts every environment anew. The seeds were given at construction, as EnvPool wants them."""
+        return self._pool.reset()
+
+    def step(self, actions: np.ndarray):
+        """``actions`` [N, ...] -> observations [N, ...], rewards, terminations, truncations [N], EnvPool's infos."""
+        return self._pool.step(np.asarray(actions, self.single_action_space.dtype))
+
+    def close_extras(self, **kwargs) -> None:
+        self._pool.close()
+
+
+def near_names(name: str, known) -> str:
+    """``; did you mean HalfCheetah-v5, ...?``, or nothing where no known name is near."""
+    lower = {k.lower(): k for k in known}
+    matches = difflib.get_close_matches(name.lower(), lower, n=3, cutoff=0.6)
+    return f"; did you mean {', '.join(lower[m] for m in matches)}?" if matches else ""
+
+
+def make_env(env_id: str, **kwargs) -> gym.Env:
+    """``gymnasium.make`` with observations flattened to a vector, and its errors as one-line UsageErrors."""
+    try:
+        env = gym.make(env_id, **kwargs)
+    except gym.error.DependencyNotInstalled as error:
+        remedy = "pip install -r requirements/requirements-mujoco.txt"
+        raise bad("env_id", env_id, f"needs a package that is missing ({error}); {remedy}") from None
+    except (gym.error.Error, ModuleNotFoundError) as error:
+        hint = near_names(env_id, gym.registry)
+        reason = "is not a Gymnasium environment" if hint or env_id not in gym.registry else str(error)
+        raise bad("env_id", env_id, reason + hint) from None
+    if isinstance(env.observation_space, gym.spaces.Dict | gym.spaces.Tuple):
+        env = gym.wrappers.FlattenObservation(env)
+    return env
+
+
+def make_envs(
+    env_id: str, num_envs: int, seed: int, backend: EnvBackend = "gymnasium", num_threads: int = 0, start: int = 0
+) -> VectorEnv:
+    """Vectorised environments in NEXT_STEP autoreset mode.
+
+    Args:
+        env_id: Gymnasium's name; EnvPool uses the same ones.
+        seed: of the run; each environment gets its own from it (``env_seeds``).
+        backend: ``gymnasium`` steps serially in this process; ``envpool`` on ``num_threads`` C++ threads (0: its own
+            choice), which pays from about 4 environments on.
+        start: how many times this run was resumed.
+
+    Raises:
+        UsageError: unknown environment, or a missing package.
+    """
+    seeds = env_seeds(seed, num_envs, start=start)
+    if backend == "gymnasium":
+        return SerialVectorEnv([make_env(env_id) for _ in range(num_envs)], seeds)
+    try:
+        import envpool
+    except ImportError as error:
+        remedy = "pip install -r requirements/requirements-envpool.txt"
+        raise UsageError(f"--env-backend envpool: the package is missing ({error}); {remedy}") from None
+    known = envpool.list_all_envs()
+    if env_id not in known:
+        raise bad("env_id", env_id, f"is not an EnvPool environment{near_names(env_id, known)}")
+    return EnvPoolVectorEnv(env_id, seeds, num_threads)
+
+
+def require_continuous_actions(envs: VectorEnv, env_id: str) -> None:
+    """UsageError unless actions and observations are vectors of real numbers, the actions bounded."""
+    action, obs = envs.single_action_space, envs.single_observation_space
+    if not isinstance(action, gym.spaces.Box):
+        raise bad("env_id", env_id, f"has {type(action).__name__} actions; this script needs continuous (Box) ones")
+    if not np.isfinite(action.low).all() or not np.isfinite(action.high).all():
+        raise bad("env_id", env_id, "has unbounded actions; this script needs finite bounds")
+    if not isinstance(obs, gym.spaces.Box) or len(obs.shape) != 1:
+        raise bad("env_id", env_id, f"has observations of {obs}; this script needs a vector of numbers")
+
+
+def use_headless_rendering() -> None:
+    """Lets MuJoCo render without a screen (EGL); call it before mujoco is imported. A set MUJOCO_GL stays."""
+    if "DISPLAY" not in os.environ:
+        os.environ.setdefault("MUJOCO_GL", "egl")

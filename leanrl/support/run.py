@@ -1,0 +1,312 @@
+"""One training run: its directory, log points, progress, checkpoints, clock and summary."""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+import time
+from collections import deque
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from leanrl.support.checkpoints import load_last_checkpoint, save_atomically, save_checkpoint
+from leanrl.support.cli import read_args_json
+from leanrl.support.errors import UsageError, bad
+from leanrl.support.signals import StopRequest
+from leanrl.support.tracking import Tracker
+
+VERSIONED_PACKAGES = ("torch", "tensordict", "numpy", "gymnasium", "envpool", "mujoco")
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for the work that was launched on ``device``."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def write_json_atomically(path: Path, content: dict) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w") as file:
+        file.write(json.dumps(content, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def machine_facts(device: torch.device) -> dict:
+    """Git commit, package versions, device name and CPU cores, for ``args.json`` and benchmark records."""
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True)
+    versions = {"python": platform.python_version()}
+    for package in VERSIONED_PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    # The imported module knows its local build ("2.13.0+cpu"), the metadata may not.
+    versions["torch"] = torch.__version__
+    return {
+        "git_commit": commit.stdout.strip() or None,
+        "versions": versions,
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+    }
+
+
+def cpu_name() -> str:
+    """The processor's name as the operating system tells it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def rng_state(device: torch.device) -> dict:
+    """Every random generator's state, in types that a ``weights_only`` checkpoint can hold."""
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    state = {
+        "python": random.getstate(),
+        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_rng_state(state: dict, device: torch.device) -> None:
+    """Restores what ``rng_state`` returned; a CUDA state is left out when the run moved to another device."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds Python, NumPy and PyTorch (all devices)."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+class Run:
+    """Context manager around one training run; it owns everything on disk and on the terminal.
+
+    Args:
+        args: the script's arguments (a ``RunArgs``); validated by the script already.
+        script_file: ``__file__`` of the script.
+        device: where the learner runs.
+        total_steps: environment steps at which the run ends, for the progress bar.
+
+    Attributes:
+        dir: the run directory.
+        global_step: environment steps so far; the script advances it.
+        optimizer_steps: gradient steps so far; the script advances it.
+        resumed: state saved by ``checkpoint``, or None on a fresh start.
+
+    Raises:
+        UsageError: the directory exists (without ``--resume``), cannot be written, or holds no readable checkpoint.
+    """
+
+    def __init__(self, args, script_file: str, device: torch.device, total_steps: int) -> None:
+        self.args = args
+        self.script = Path(script_file).stem
+        self.device = device
+        self.total_steps = total_steps
+        self.global_step = 0
+        self.optimizer_steps = 0
+        self.episodes = 0
+        self.warmup_seconds = 0.0
+        self._returns: deque[float] = deque(maxlen=100)
+        self._new_returns: list[float] = []
+        self._new_lengths: list[int] = []
+        self._identity = {"script": self.script, "env_id": args.env_id}
+        self._started = time.perf_counter()
+        self._earlier_seconds = 0.0
+        self._clock_start: tuple[float, int] | None = None
+        self._stop = StopRequest()
+        self._progress = None
+
+        if args.resume is not None:
+            self.dir = Path(args.resume)
+            self.resumed = self._load()
+        else:
+            self.resumed = None
+            args.run_name = args.run_name or f"{args.env_id}__{self.script}__{args.seed}__{int(time.time())}"
+            self.dir = Path(args.runs_dir) / args.run_name.replace("/", "__")
+            if self.dir.exists():
+                raise UsageError(f"--run-name {args.run_name}: {self.dir} exists; continue it with --resume {self.dir}")
+            try:
+                self.dir.mkdir(parents=True)
+            except OSError as error:
+                raise bad("runs_dir", args.runs_dir, f"cannot be written ({error.strerror})") from None
+        self._last_checkpoint = self.global_step
+
+    def _load(self) -> dict | None:
+        read_args_json(self.dir)
+        loaded = load_last_checkpoint(self.dir / "checkpoints", self._identity)
+        if loaded is None:
+            print(f"{self.dir}: no checkpoint was written yet, starting from the first step", file=sys.stderr)
+            return None
+        self.global_step, content = loaded
+        counters = content["run"]
+        self.optimizer_steps = counters["optimizer_steps"]
+        self.episodes = counters["episodes"]
+        self._earlier_seconds = counters["wall_seconds"]
+        self._returns.extend(counters["last_returns"])
+        self._rng = content["rng"]
+        return content["script"]
+
+    def restore_rng(self) -> None:
+        """On a resumed run, puts every random generator where the checkpoint left it; call it before the loop."""
+        if self.resumed is not None:
+            set_rng_state(self._rng, self.device)
+
+    def __enter__(self) -> "Run":
+        arguments = dataclasses.asdict(self.args)
+        facts = {"script": self.script, "args": arguments, "command": sys.argv, **machine_facts(self.device)}
+        if self.args.resume is None:
+            write_json_atomically(self.dir / "args.json", facts)
+        resumed_at = self.global_step if self.args.resume is not None else None
+        self._tracker = Tracker(self.dir, arguments, self.args, resumed_at)
+        self._stop.__enter__()
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            # Escapes the line of a bar above it: `compare` runs many scripts on one terminal.
+            self._progress = tqdm(total=self.total_steps, initial=self.global_step, unit="step", unit_scale=True)
+            self._progress.set_description(self.script[:40])
+        else:
+            print(f"{self.script}: {self.args.env_id}, seed {self.args.seed}, {self.device}, in {self.dir}", flush=True)
+        return self
+
+    def __exit__(self, exception_type, exception, traceback) -> None:
+        if self._progress is not None:
+            self._progress.close()
+        self._tracker.close()
+        self._stop.__exit__()
+
+    @contextmanager
+    def warmup(self):
+        """Times what happens once before the loop: compilation and capture."""
+        start = time.perf_counter()
+        yield
+        synchronize(self.device)
+        self.warmup_seconds += time.perf_counter() - start
+
+    def start_clock(self) -> None:
+        """Marks the end of the warm-up: speed counts from here."""
+        synchronize(self.device)
+        self._clock_start = (time.perf_counter(), self.global_step)
+
+    def sps(self) -> float:
+        """Environment steps per second of wall clock since ``start_clock``, the device synchronised."""
+        synchronize(self.device)
+        start, first_step = self._clock_start
+        return (self.global_step - first_step) / max(time.perf_counter() - start, 1e-9)
+
+    @property
+    def wall_seconds(self) -> float:
+        """Seconds since the script started, the starts before a resume included."""
+        return self._earlier_seconds + time.perf_counter() - self._started
+
+    @property
+    def episodic_return(self) -> float | None:
+        """Mean return of the last 100 training episodes, None before the first."""
+        return float(np.mean(self._returns)) if self._returns else None
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether a signal asked the run to end after this update."""
+        return self._stop.requested
+
+    def record_episodes(self, returns, lengths) -> None:
+        """Counts finished episodes: undiscounted returns of raw rewards, and lengths in environment steps."""
+        self.episodes += len(returns)
+        self._returns.extend(float(r) for r in returns)
+        self._new_returns.extend(float(r) for r in returns)
+        self._new_lengths.extend(int(n) for n in lengths)
+
+    def log(self, metrics: dict[str, float]) -> None:
+        """Writes a log point at ``global_step``: ``metrics``, speed, and the episodes finished since the last one."""
+        sps = self.sps()
+        point = {"charts/SPS": sps, "charts/wall_seconds": self.wall_seconds}
+        if self._new_returns:
+            point["charts/episodic_return"] = float(np.mean(self._new_returns))
+            point["charts/episodic_length"] = float(np.mean(self._new_lengths))
+            point["charts/episodes"] = self.episodes
+            self._new_returns, self._new_lengths = [], []
+        point.update({key: float(value) for key, value in metrics.items()})
+        self._tracker.log(self.global_step, point)
+        recent = "-" if self.episodic_return is None else f"{self.episodic_return:.1f}"
+        if self._progress is not None:
+            self._progress.set_postfix_str(f"return {recent}, {sps:,.0f} sps", refresh=False)
+            self._progress.update(self.global_step - self._progress.n)
+        else:
+            left = (self.total_steps - self.global_step) / max(sps, 1e-9)
+            print(
+                f"step {self.global_step:,}/{self.total_steps:,}  return {recent}  {sps:,.0f} sps  {left:,.0f} s left",
+                flush=True,
+            )
+
+    def checkpoint_due(self) -> bool:
+        """Whether ``--checkpoint-every`` steps have passed since the last checkpoint."""
+        every = self.args.checkpoint_every
+        return every is not None and self.global_step - self._last_checkpoint >= every
+
+    def checkpoint(self, state: dict) -> None:
+        """Saves the script's ``state`` with the counters and every random generator."""
+        synchronize(self.device)
+        counters = {
+            "optimizer_steps": self.optimizer_steps,
+            "episodes": self.episodes,
+            "last_returns": list(self._returns),
+            "wall_seconds": self.wall_seconds,
+        }
+        content = {"script": state, "run": counters, "rng": rng_state(self.device)}
+        save_checkpoint(self.dir / "checkpoints", self.global_step, self._identity, content)
+        self._last_checkpoint = self.global_step
+
+    def save_model(self, model: dict) -> Path:
+        """Writes ``model.pt``: what the script's ``load_policy`` needs to play."""
+        path = self.dir / "model.pt"
+        save_atomically({"script": self.script, "args": dataclasses.asdict(self.args), "model": model}, path)
+        return path
+
+    def finish(self, state: dict) -> dict:
+        """Writes the last checkpoint and ``summary.json``; returns the summary."""
+        sps = self.sps()
+        self.checkpoint(state)
+        summary = {
+            "script": self.script,
+            "env_id": self.args.env_id,
+            "seed": self.args.seed,
+            "device": str(self.device),
+            "compile": getattr(self.args, "compile", False),
+            "cudagraphs": getattr(self.args, "cudagraphs", False),
+            "num_envs": self.args.num_envs,
+            "global_step": self.global_step,
+            "optimizer_steps": self.optimizer_steps,
+            "episodes": self.episodes,
+            "episodic_return": self.episodic_return,
+            "sps": sps,
+            "wall_seconds": self.wall_seconds,
+            "warmup_seconds": self.warmup_seconds,
+            "interrupted": self.stop_requested and self.global_step < self.total_steps,
+        }
+        write_json_atomically(self.dir / "summary.json", summary)
+        return summary

@@ -1,0 +1,33 @@
+"""SIGTERM, SIGUSR1 and the first Ctrl-C ask a run to stop at the end of its update."""
+
+import os
+import signal
+
+
+class StopRequest:
+    """Context manager whose ``requested`` turns true on SIGTERM, SIGUSR1 (SLURM's warning) or the first SIGINT.
+
+    A second SIGINT raises KeyboardInterrupt as usual. The former handlers come back on exit.
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._former: dict[int, object] = {}
+
+    def _handle(self, number: int, frame) -> None:
+        if self.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.requested = True
+        name = signal.Signals(number).name
+        # os.write, because print may be interrupted in the middle of a print and refuse to be re-entered.
+        os.write(2, f"\n{name}: finishing the update, then checkpointing and stopping\n".encode())
+
+    def __enter__(self) -> "StopRequest":
+        self._former = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+        return self
+
+    def __exit__(self, *exception) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)

@@ -1,0 +1,96 @@
+"""Where metrics go: ``metrics.jsonl``, TensorBoard and, with ``--track``, Weights & Biases."""
+
+import json
+import os
+from pathlib import Path
+
+METRICS_FILE = "metrics.jsonl"
+
+
+def read_metrics(run_dir: Path) -> list[dict]:
+    """The log points of a run, oldest first; a last line torn by a kill is left out."""
+    rows = []
+    path = Path(run_dir) / METRICS_FILE
+    if path.exists():
+        for line in path.read_text().splitlines():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+    return rows
+
+
+def cut_metrics(run_dir: Path, global_step: int) -> list[dict]:
+    """Drops the log points after ``global_step``, which a resumed run will write again. Returns those that stay."""
+    rows = [row for row in read_metrics(run_dir) if row["global_step"] <= global_step]
+    path = Path(run_dir) / METRICS_FILE
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    os.replace(temporary, path)
+    return rows
+
+
+class Tracker:
+    """Writes each log point everywhere it belongs.
+
+    Args:
+        run_dir: the run directory, which exists.
+        config: the arguments, shown by W&B and as text in TensorBoard.
+        args: ``track``, ``wandb_project_name`` and ``wandb_entity`` are read.
+        resumed_at: environment steps of the checkpoint that this run continues, or None.
+    """
+
+    def __init__(self, run_dir: Path, config: dict, args, resumed_at: int | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # 0.3 s that --help need not wait for
+
+        if resumed_at is not None:
+            cut_metrics(run_dir, resumed_at)
+        self._file = open(run_dir / METRICS_FILE, "a", buffering=1)
+        purge_step = None if resumed_at is None else resumed_at + 1
+        self._tensorboard = SummaryWriter(str(run_dir), purge_step=purge_step)
+        if resumed_at is None:
+            table = "\n".join(f"|{key}|{value}|" for key, value in config.items())
+            self._tensorboard.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}")
+        self._wandb = _start_wandb(run_dir, config, args) if args.track else None
+
+    def log(self, global_step: int, metrics: dict[str, float]) -> None:
+        """Writes one log point; a NaN or infinity becomes null in ``metrics.jsonl``, which stays valid JSON."""
+        finite = {k: (v if v == v and abs(v) != float("inf") else None) for k, v in metrics.items()}
+        self._file.write(json.dumps({"global_step": global_step, **finite}) + "\n")
+        for key, value in metrics.items():
+            self._tensorboard.add_scalar(key, value, global_step)
+        if self._wandb is not None:
+            self._wandb.log({"global_step": global_step, **metrics})
+
+    def close(self) -> None:
+        self._file.close()
+        self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def _start_wandb(run_dir: Path, config: dict, args):
+    import wandb
+
+    # Without a key wandb.init would ask for one on the terminal; an offline run is synchronised later by `wandb sync`.
+    has_key = bool(os.environ.get("WANDB_API_KEY") or wandb.Settings().api_key or _key_in_netrc())
+    mode = os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
+    return wandb.init(
+        project=args.wandb_project_name,
+        entity=args.wandb_entity,
+        name=run_dir.name,
+        id=run_dir.name.replace("/", "_"),
+        resume="allow" if mode == "online" else None,
+        dir=str(run_dir),
+        config=config,
+        mode=mode,
+    )
+
+
+def _key_in_netrc() -> bool:
+    import netrc
+
+    try:
+        return netrc.netrc().authenticators("api.wandb.ai") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
