@@ -15,10 +15,14 @@ KEEP = 2
 def save_atomically(obj, path: Path) -> None:
     """``torch.save`` that leaves either the old file or the whole new one, whenever the process or machine dies."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        torch.save(obj, file)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(obj, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     os.replace(temporary, path)
     # The rename itself is durable only once the directory is.
     directory = os.open(path.parent, os.O_RDONLY)
@@ -34,7 +38,10 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def save_checkpoint(folder: Path, global_step: int, identity: dict, state: dict) -> Path:
-    """Writes ``state`` as the checkpoint of ``global_step`` and removes all but the last two.
+    """Writes ``state`` as the checkpoint of ``global_step`` and removes all but the last two up to it.
+
+    Later ones go too: a run that is at ``global_step`` found them unreadable when it resumed. So does what a kill left
+    half written.
 
     Args:
         folder: the run's ``checkpoints/``; made if missing.
@@ -45,8 +52,10 @@ def save_checkpoint(folder: Path, global_step: int, identity: dict, state: dict)
     folder.mkdir(exist_ok=True)
     path = folder / f"step_{global_step:012d}.pt"
     save_atomically({"format": FORMAT, **identity, "global_step": global_step, "state": state}, path)
-    for old in list_checkpoints(folder)[KEEP:]:
-        old.unlink()
+    kept = [checkpoint for checkpoint in list_checkpoints(folder) if checkpoint <= path][:KEEP]
+    for file in [*list_checkpoints(folder), *folder.glob("step_*.pt.tmp")]:
+        if file not in kept:
+            file.unlink()
     return path
 
 
@@ -61,7 +70,7 @@ def load_checkpoint(path: Path, identity: dict) -> tuple[int, dict]:
     except Exception as error:  # torch.load raises nearly anything on damaged input
         reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
         raise UsageError(f"{path}: damaged or not a checkpoint ({reason})") from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    if not isinstance(content, dict) or content.get("format") != FORMAT or not {"global_step", "state"} <= set(content):
         raise UsageError(f"{path}: not a checkpoint of this project's format {FORMAT}")
     for key, value in identity.items():
         if content.get(key) != value:
@@ -72,19 +81,21 @@ def load_checkpoint(path: Path, identity: dict) -> tuple[int, dict]:
 def load_last_checkpoint(folder: Path, identity: dict) -> tuple[int, dict] | None:
     """The newest checkpoint that can be read, or None where none was written yet.
 
-    An unreadable one is reported on stderr and the one before it is used.
+    Unreadable ones are reported on stderr and the one before them is used.
 
     Raises:
         UsageError: there are checkpoints, and none can be read.
     """
-    paths = list_checkpoints(folder)
     errors = []
-    for path in paths:
+    for path in list_checkpoints(folder):
         try:
-            return load_checkpoint(path, identity)
+            loaded = load_checkpoint(path, identity)
         except UsageError as error:
             errors.append(str(error))
-            print(f"warning: {error}; trying the checkpoint before it", file=sys.stderr)
+            continue
+        for error in errors:
+            print(f"warning: {error}; using {path.name} instead", file=sys.stderr)
+        return loaded
     if errors:
         raise UsageError(f"--resume {folder.parent}: no readable checkpoint; {errors[0]}")
     return None

@@ -54,11 +54,21 @@ def _resume_path(argv: list[str]) -> str | None:
 def read_args_json(run_dir: Path) -> dict:
     """The contents of ``args.json`` of a run directory; UsageError if ``run_dir`` is not one."""
     try:
-        return json.loads((run_dir / "args.json").read_text())
-    except FileNotFoundError:
+        content = json.loads((run_dir / "args.json").read_text())
+    except (FileNotFoundError, NotADirectoryError):
         raise UsageError(f"{run_dir}: not a run directory (it has no args.json)") from None
-    except (json.JSONDecodeError, OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: neither text nor JSON
         raise UsageError(f"{run_dir}/args.json: cannot be read ({error})") from None
+    if not isinstance(content, dict) or not isinstance(content.get("args"), dict):
+        raise UsageError(f"{run_dir}/args.json: was not written by a training script")
+    return content
+
+
+def run_directory(args: RunArgs) -> Path:
+    """``RUNS_DIR/RUN_NAME``; UsageError if the name is more or less than one folder's."""
+    if args.run_name in ("", ".", "..") or "/" in args.run_name:
+        raise bad("run_name", args.run_name, "must be the name of one folder, which is made in --runs-dir")
+    return Path(args.runs_dir) / args.run_name
 
 
 def restarted() -> bool:
@@ -80,9 +90,9 @@ def parse_args(args_type: type[Args], script: str, argv: list[str] | None = None
     resume = _resume_path(argv)
     if resume is None:
         args = tyro.cli(args_type, args=argv, description=description)
-        if restarted() and args.run_name and (Path(args.runs_dir) / args.run_name / "args.json").exists():
-            args.resume = str(Path(args.runs_dir) / args.run_name)
-        return args
+        if not restarted() or args.run_name is None or not (run_directory(args) / "args.json").exists():
+            return args
+        resume = str(run_directory(args))
     try:
         stored = read_args_json(Path(resume))
     except UsageError as error:
@@ -94,6 +104,9 @@ def parse_args(args_type: type[Args], script: str, argv: list[str] | None = None
     # Where the run lies now, not where it lay when it was started: run directories may be moved.
     first.runs_dir, first.run_name = str(Path(resume).resolve().parent), Path(resume).resolve().name
     args = tyro.cli(args_type, args=argv, default=first, description=description)
+    args.resume = resume
+    if run_directory(args).resolve() == Path(resume).resolve():  # the same folder in other words
+        args.runs_dir = first.runs_dir
     for name in changed_fields(first, args):
         if name not in MAY_CHANGE_ON_RESUME:
             was = getattr(first, name)
@@ -106,8 +119,9 @@ def run_script(main: Callable[[Args], None], args_type: type[Args], script_file:
     try:
         main(parse_args(args_type, Path(script_file).stem))
     except UsageError as error:
-        print(f"{Path(script_file).name}: {error}", file=sys.stderr)
+        line = " ".join(str(error).split())  # messages of libraries may have several lines
+        print(f"{Path(script_file).name}: {line}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
-__all__ = ["RunArgs", "flag", "parse_args", "read_args_json", "restarted", "run_script"]
+__all__ = ["RunArgs", "flag", "parse_args", "read_args_json", "restarted", "run_directory", "run_script"]

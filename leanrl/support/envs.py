@@ -117,13 +117,12 @@ def make_env(env_id: str, **kwargs) -> gym.Env:
     """``gymnasium.make`` with observations flattened to a vector, and its errors as one-line UsageErrors."""
     try:
         env = gym.make(env_id, **kwargs)
-    except gym.error.DependencyNotInstalled as error:
-        remedy = "pip install -r requirements/requirements-mujoco.txt"
-        raise bad("env_id", env_id, f"needs a package that is missing ({error}); {remedy}") from None
-    except (gym.error.Error, ModuleNotFoundError) as error:
-        hint = near_names(env_id, gym.registry)
-        reason = "is not a Gymnasium environment" if hint or env_id not in gym.registry else str(error)
-        raise bad("env_id", env_id, reason + hint) from None
+    except (gym.error.Error, ImportError, ValueError) as error:
+        if env_id not in gym.registry:
+            hint = near_names(env_id, gym.registry)
+            raise bad("env_id", env_id, f"is not a Gymnasium environment{hint}") from None
+        remedy = "; pip install -r requirements/requirements-mujoco.txt" if "MuJoCo is not" in str(error) else ""
+        raise bad("env_id", env_id, f"cannot be made here ({error}){remedy}") from None
     if isinstance(env.observation_space, gym.spaces.Dict | gym.spaces.Tuple):
         env = gym.wrappers.FlattenObservation(env)
     return env

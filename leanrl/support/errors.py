@@ -22,7 +22,7 @@ def require_at_least(args, minimum: float, *names: str) -> None:
     """Every named field of ``args`` that is not None must be a finite number >= ``minimum``."""
     for name in names:
         value = getattr(args, name)
-        if value is not None and not (math.isfinite(value) and value >= minimum):
+        if value is not None and not minimum <= value < math.inf:
             raise bad(name, value, f"must be at least {minimum}")
 
 
@@ -30,7 +30,7 @@ def require_positive(args, *names: str) -> None:
     """Every named field of ``args`` that is not None must be a finite number above 0."""
     for name in names:
         value = getattr(args, name)
-        if value is not None and not (math.isfinite(value) and value > 0):
+        if value is not None and not 0 < value < math.inf:
             raise bad(name, value, "must be above 0")
 
 

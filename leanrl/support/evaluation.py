@@ -1,8 +1,13 @@
 """Playing a saved model: whole episodes, deterministic actions, optionally a video."""
 
 import importlib
+import os
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import torch
 
@@ -13,31 +18,58 @@ from leanrl.support.errors import UsageError
 # Far from every training environment's index, so that evaluation never replays a training seed.
 EVALUATION_INDEX = 1_000_000
 
+Policy = Callable[[np.ndarray], np.ndarray]
+
 
 def load_model(run_dir: Path) -> dict:
     """The contents of ``model.pt``: script, args, model.
 
     Raises:
-        UsageError: not a run directory, trained without ``--save-model``, or a damaged file.
+        UsageError: not a run directory, trained without ``--save-model``, a damaged file, or the model of another run.
     """
-    path = Path(run_dir) / "model.pt"
-    read_args_json(Path(run_dir))
+    run_dir = Path(run_dir)
+    run = read_args_json(run_dir)
+    path = run_dir / "model.pt"
     if not path.exists():
         raise UsageError(f"{run_dir}: has no model.pt; train with --save-model")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-        return {key: content[key] for key in ("script", "args", "model")}
+        saved = {key: content[key] for key in ("script", "args", "model")}
+        made_by = (saved["script"], saved["args"]["env_id"])
     except Exception as error:  # torch.load raises nearly anything on damaged input
         raise UsageError(f"{path}: damaged or not a saved model ({type(error).__name__})") from None
+    of_run = (run["script"], run["args"]["env_id"])
+    if made_by != of_run:
+        raise UsageError(f"{path}: was made by {' on '.join(made_by)}, but the run is {' on '.join(of_run)}")
+    return saved
+
+
+def load_policy(run_dir: Path, saved: dict, envs: gym.vector.VectorEnv) -> Policy:
+    """The policy of a saved model, built by the ``load_policy`` of the training script that it names.
+
+    Raises:
+        UsageError: the script is not one of this project's, or cannot make a policy of this model.
+    """
+    # The name comes from a file: it chooses among our scripts, it does not choose what Python imports.
+    scripts = {path.stem for path in Path(__file__).parents[1].glob("*.py")} - {"__init__"}
+    name = saved["script"]
+    if name not in scripts:
+        raise UsageError(f"{run_dir}/model.pt: was made by {name}, which is not a script of this version")
+    script = importlib.import_module(f"leanrl.{name}")
+    try:
+        return script.load_policy(saved["model"], envs)
+    except Exception as error:  # missing tensors, other shapes: whatever the script makes of a foreign file
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise UsageError(f"{run_dir}/model.pt: does not fit {name} ({reason[0]})") from None
 
 
 def play(run_dir: Path, episodes: int, seed: int = 0, video: Path | None = None, progress=iter) -> list[float]:
-    """Plays ``episodes`` whole episodes with the saved policy.
+    """Plays ``episodes`` whole episodes with the saved policy; the same arguments give the same returns.
 
     Args:
         run_dir: a run directory with ``model.pt``.
         episodes: how many.
-        seed: of the evaluation environments.
+        seed: of the evaluation environment.
         video: where to write the first episode as mp4; None for no video.
         progress: wraps the range of episodes, e.g. tqdm.
 
@@ -49,29 +81,36 @@ def play(run_dir: Path, episodes: int, seed: int = 0, video: Path | None = None,
     """
     saved = load_model(run_dir)
     env_id = saved["args"]["env_id"]
-    if video is not None:
-        use_headless_rendering()
-    script = importlib.import_module(f"leanrl.{saved['script']}")
-    env = make_env(env_id, **({"render_mode": "rgb_array"} if video is not None else {}))
+    env = make_env(env_id) if video is None else make_rendering_env(env_id)
     envs = SerialVectorEnv([env], env_seeds(seed, 1, EVALUATION_INDEX))
-    policy = script.load_policy(saved["model"], envs)
-    returns, frames = [], []
-    obs, _ = envs.reset()
+    policy = load_policy(run_dir, saved, envs)
+    fps = env.metadata.get("render_fps", 30)
+    returns = []
     for episode in progress(range(episodes)):
-        total, done = 0.0, False
-        while not done:
-            if video is not None and episode == 0:
-                frames.append(_render(env))
-            obs, reward, terminated, truncated, _ = envs.step(policy(obs))
-            total += float(reward[0])
-            done = bool(terminated[0] or truncated[0])
-        returns.append(total)
-        # The step that only resets.
-        obs, *_ = envs.step(np.zeros_like(envs.action_space.sample()))
-    if video is not None:
-        _write_mp4(frames, video, env.metadata.get("render_fps", 30))
+        if episode == 0:
+            obs, _ = envs.reset()
+        else:
+            # NEXT_STEP autoreset: the step after a done ignores its action and resets.
+            obs, *_ = envs.step(np.zeros(envs.action_space.shape, envs.action_space.dtype))
+        filming = video is not None and episode == 0
+        with mp4_writer(video, fps) if filming else nullcontext() as add_frame:
+            returns.append(_play_episode(envs, policy, obs, add_frame))
     envs.close()
     return returns
+
+
+def _play_episode(envs: SerialVectorEnv, policy: Policy, obs: np.ndarray, add_frame: Callable | None) -> float:
+    """Plays on from ``obs`` until the episode terminates or runs out of time; returns the sum of its rewards."""
+    episodic_return, done = 0.0, False
+    if add_frame is not None:
+        add_frame(envs.envs[0].render())
+    while not done:
+        obs, reward, terminated, truncated, _ = envs.step(policy(obs))
+        episodic_return += float(reward[0])
+        done = bool(terminated[0] or truncated[0])
+        if add_frame is not None:
+            add_frame(envs.envs[0].render())
+    return episodic_return
 
 
 def record_video(run_dir: Path) -> Path:
@@ -82,16 +121,63 @@ def record_video(run_dir: Path) -> Path:
     return path
 
 
-def _render(env) -> np.ndarray:
+# ------------------------------------------------------------------------------------------------------------- VIDEO
+
+
+def require_video(env_id: str) -> None:
+    """UsageError unless this machine can film ``env_id``; for ``--capture-video``, before hours of training."""
+    make_rendering_env(env_id).close()
+
+
+def make_rendering_env(env_id: str) -> gym.Env:
+    """An environment that renders to arrays; it has drawn its first frame, so what is missing here is known.
+
+    Raises:
+        UsageError: the environment cannot render, OpenGL or a package is missing; with the remedy.
+    """
+    use_headless_rendering()
     try:
-        return env.render()
-    except Exception as error:
-        remedy = "a video needs OpenGL: install libegl1 (Debian) and set MUJOCO_GL=egl"
-        raise UsageError(f"--capture-video: cannot render here ({error}); {remedy}") from None
+        import imageio_ffmpeg  # noqa: F401  imageio would miss it only at the first frame
+    except ImportError:
+        raise UsageError("--capture-video: needs a package that is missing; pip install imageio-ffmpeg") from None
+    try:
+        env = make_env(env_id, render_mode="rgb_array")
+        env.reset()
+        frame = env.render()
+    except UsageError:
+        raise
+    except Exception as error:  # OpenGL's many ways to be absent have no common class
+        # Gymnasium's half-made viewer raises once more when it is collected; that would be a traceback on stderr.
+        sys.unraisablehook = lambda unraisable: None
+        remedy = "MuJoCo needs OpenGL: install libegl1 (Debian: apt install libegl1) and set MUJOCO_GL=egl"
+        if isinstance(error, gym.error.DependencyNotInstalled):
+            remedy = "see the environment's documentation"
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UsageError(f"--capture-video: cannot render {env_id} here ({reason}); {remedy}") from None
+    if not isinstance(frame, np.ndarray) or frame.ndim != 3:
+        raise UsageError(f"--capture-video: {env_id} does not render to images")
+    return env
 
 
-def _write_mp4(frames: list[np.ndarray], path: Path, fps: float) -> None:
+@contextmanager
+def mp4_writer(path: Path, fps: float):
+    """Gives a function that appends one frame [H, W, 3] to the mp4 at ``path``, which appears once it is whole.
+
+    Frame by frame, because those of 1,000 steps together take 700 MB.
+    """
     import imageio.v2 as imageio
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    imageio.mimwrite(path, frames, fps=fps, macro_block_size=1, quality=8)
+    temporary = path.with_suffix(".tmp.mp4")
+    try:
+        with imageio.get_writer(temporary, fps=fps, macro_block_size=1, quality=8) as writer:
+            yield lambda frame: writer.append_data(pad_to_even(frame))
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def pad_to_even(frame: np.ndarray) -> np.ndarray:
+    """Repeats the last row or column of a frame [H, W, 3] of odd size: H.264 halves its colour channels."""
+    height, width, _ = frame.shape
+    return np.pad(frame, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from leanrl.support.checkpoints import load_last_checkpoint, save_atomically, save_checkpoint
-from leanrl.support.cli import read_args_json
-from leanrl.support.errors import UsageError, bad
+from leanrl.support.cli import read_args_json, run_directory
+from leanrl.support.errors import bad
 from leanrl.support.signals import StopRequest
 from leanrl.support.tracking import Tracker
 
@@ -29,6 +29,14 @@ def synchronize(device: torch.device) -> None:
     """Waits for the work that was launched on ``device``."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def say(line: str) -> None:
+    """Prints ``line``. The run outlives its reader: Ctrl-C also ends the ``tee`` that its output is piped to."""
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def write_json_atomically(path: Path, content: dict) -> None:
@@ -43,7 +51,10 @@ def write_json_atomically(path: Path, content: dict) -> None:
 def machine_facts(device: torch.device) -> dict:
     """Git commit, package versions, device name and CPU cores, for ``args.json`` and benchmark records."""
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True)
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    except OSError:  # no git here
+        commit = ""
     versions = {"python": platform.python_version()}
     for package in VERSIONED_PACKAGES:
         try:
@@ -53,7 +64,7 @@ def machine_facts(device: torch.device) -> dict:
     # The imported module knows its local build ("2.13.0+cpu"), the metadata may not.
     versions["torch"] = torch.__version__
     return {
-        "git_commit": commit.stdout.strip() or None,
+        "git_commit": commit or None,
         "versions": versions,
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -97,7 +108,9 @@ def set_rng_state(state: dict, device: torch.device) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds Python, NumPy and PyTorch (all devices)."""
+    """Seeds Python, NumPy and PyTorch (all devices); UsageError for what NumPy does not take."""
+    if not 0 <= seed < 2**32:
+        raise bad("seed", seed, "must be between 0 and 2**32 - 1")
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -146,14 +159,18 @@ class Run:
             self.resumed = self._load()
         else:
             self.resumed = None
-            args.run_name = args.run_name or f"{args.env_id}__{self.script}__{args.seed}__{int(time.time())}"
-            self.dir = Path(args.runs_dir) / args.run_name.replace("/", "__")
-            if self.dir.exists():
-                raise UsageError(f"--run-name {args.run_name}: {self.dir} exists; continue it with --resume {self.dir}")
+            if args.run_name is None:
+                env_name = args.env_id.replace("/", "__")
+                args.run_name = f"{env_name}__{self.script}__{args.seed}__{int(time.time())}"
+            self.dir = run_directory(args)
             try:
-                self.dir.mkdir(parents=True)
+                self.dir.mkdir(parents=True, exist_ok=True)
+                # A start that was killed before it wrote args.json does not count.
+                taken = any(path.name != "args.json.tmp" for path in self.dir.iterdir())
             except OSError as error:
                 raise bad("runs_dir", args.runs_dir, f"cannot be written ({error.strerror})") from None
+            if taken:
+                raise bad("run_name", args.run_name, f"{self.dir} exists; continue it with --resume {self.dir}")
         self._last_checkpoint = self.global_step
 
     def _load(self) -> dict | None:
@@ -179,8 +196,11 @@ class Run:
     def __enter__(self) -> "Run":
         arguments = dataclasses.asdict(self.args)
         facts = {"script": self.script, "args": arguments, "command": sys.argv, **machine_facts(self.device)}
-        if self.args.resume is None:
-            write_json_atomically(self.dir / "args.json", facts)
+        if self.args.resume is not None:
+            # A later resume goes on to the same end. Everything else stays as the run was started.
+            facts = read_args_json(self.dir)
+            facts["args"]["total_timesteps"] = self.args.total_timesteps
+        write_json_atomically(self.dir / "args.json", facts)
         resumed_at = self.global_step if self.args.resume is not None else None
         self._tracker = Tracker(self.dir, arguments, self.args, resumed_at)
         self._stop.__enter__()
@@ -191,7 +211,7 @@ class Run:
             self._progress = tqdm(total=self.total_steps, initial=self.global_step, unit="step", unit_scale=True)
             self._progress.set_description(self.script[:40])
         else:
-            print(f"{self.script}: {self.args.env_id}, seed {self.args.seed}, {self.device}, in {self.dir}", flush=True)
+            say(f"{self.script}: {self.args.env_id}, seed {self.args.seed}, {self.device}, in {self.dir}")
         return self
 
     def __exit__(self, exception_type, exception, traceback) -> None:
@@ -258,10 +278,7 @@ class Run:
             self._progress.update(self.global_step - self._progress.n)
         else:
             left = (self.total_steps - self.global_step) / max(sps, 1e-9)
-            print(
-                f"step {self.global_step:,}/{self.total_steps:,}  return {recent}  {sps:,.0f} sps  {left:,.0f} s left",
-                flush=True,
-            )
+            say(f"step {self.global_step:,}/{self.total_steps:,}  return {recent}  {sps:,.0f} sps  {left:,.0f} s left")
 
     def checkpoint_due(self) -> bool:
         """Whether ``--checkpoint-every`` steps have passed since the last checkpoint."""
@@ -287,9 +304,18 @@ class Run:
         save_atomically({"script": self.script, "args": dataclasses.asdict(self.args), "model": model}, path)
         return path
 
+    def _former_summary(self) -> dict:
+        try:
+            return json.loads((self.dir / "summary.json").read_text())
+        except FileNotFoundError:
+            return {}
+
     def finish(self, state: dict) -> dict:
         """Writes the last checkpoint and ``summary.json``; returns the summary."""
         sps = self.sps()
+        if self.global_step == self._clock_start[1]:
+            # A finished run was resumed, nothing was left to do: its speed is what it was.
+            sps = self._former_summary().get("sps", 0.0)
         self.checkpoint(state)
         summary = {
             "script": self.script,

@@ -1,5 +1,6 @@
 """SIGTERM, SIGUSR1 and the first Ctrl-C ask a run to stop at the end of its update."""
 
+import contextlib
 import os
 import signal
 
@@ -22,7 +23,8 @@ class StopRequest:
         self.requested = True
         name = signal.Signals(number).name
         # os.write, because print may be interrupted in the middle of a print and refuse to be re-entered.
-        os.write(2, f"\n{name}: finishing the update, then checkpointing and stopping\n".encode())
+        with contextlib.suppress(OSError):  # stderr may be a pipe whose reader the same Ctrl-C has killed
+            os.write(2, f"\n{name}: finishing the update, then checkpointing and stopping\n".encode())
 
     def __enter__(self) -> "StopRequest":
         self._former = {number: signal.signal(number, self._handle) for number in self.SIGNALS}

@@ -1,0 +1,94 @@
+"""Gymnasium's vector NormalizeObservation and NormalizeReward as tensor operations, for the fast rungs.
+
+The wrappers cost more than a MuJoCo simulator. Tested equal to them in tests/test_normalization.py.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from leanrl.support.scan import linear_recurrence
+
+
+@dataclass
+class RunningMoments:
+    """Mean, variance and count of a stream, in float64, changed in place (Gymnasium's RunningMeanStd)."""
+
+    mean: torch.Tensor
+    var: torch.Tensor
+    count: torch.Tensor
+
+    @classmethod
+    def start(cls, shape: tuple[int, ...], device: torch.device) -> "RunningMoments":
+        """Moments of nothing yet, for elements of ``shape``."""
+        options = {"dtype": torch.float64, "device": device}
+        # The count has shape [1] for the reason given in FlatAdam.
+        return cls(torch.zeros(shape, **options), torch.ones(shape, **options), torch.full((1,), 1e-4, **options))
+
+    def update(self, batch: torch.Tensor) -> None:
+        """Merges ``batch`` [N, ...] (Chan et al.'s parallel variance)."""
+        mean, var, count = batch.mean(0), batch.var(0, correction=0), batch.shape[0]
+        delta, total = mean - self.mean, self.count + count
+        squares = self.var * self.count + var * count + delta**2 * self.count * count / total
+        self.mean.add_(delta * count / total)
+        self.var.copy_(squares / total)
+        self.count.copy_(total)
+
+    def normalize(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` [..., shape] less the mean, over the deviation, clipped to [-10, 10], in float32."""
+        return ((x - self.mean) / torch.sqrt(self.var + 1e-8)).float().clamp(-10, 10)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Everything that ``update`` changes."""
+        return [self.mean, self.var, self.count]
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"mean": self.mean.clone(), "var": self.var.clone(), "count": self.count.clone()}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        for name, tensor in state.items():
+            getattr(self, name).copy_(tensor)
+
+
+class RewardNormalizer:
+    """Gymnasium's vector NormalizeReward, for the rewards of a whole rollout at once.
+
+    Step t divides by the deviation of all discounted returns up to t; running sums give that of every step.
+
+    Args:
+        num_envs: N.
+        gamma: discount.
+        device: where the rewards will be.
+    """
+
+    def __init__(self, num_envs: int, gamma: float, device: torch.device) -> None:
+        self.gamma = gamma
+        self.moments = RunningMoments.start((), device)
+        self.discounted = torch.zeros(num_envs, dtype=torch.float64, device=device)
+
+    def __call__(self, rewards: torch.Tensor, terminations: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Normalises, and clips to [-10, 10].
+
+        Args:
+            rewards, terminations, weights: [T, N]; weights 0 where a step only reset its environment, else 1.
+
+        Returns:
+            [T, N], float32
+        """
+        rewards, weights = rewards.double(), weights.double()
+        # As in Gymnasium: a termination restarts the discounted return, truncation and resets leave it as it is.
+        decays = torch.where(weights > 0, self.gamma * (1.0 - terminations.double()), 1.0)
+        inputs = rewards * weights
+        inputs[0] += decays[0] * self.discounted
+        returns = linear_recurrence(inputs, decays)
+        self.discounted.copy_(returns[-1])
+        # Deviations from the old mean, so that nothing large cancels in the sums.
+        moments = self.moments
+        deviations = (returns - moments.mean) * weights
+        counts = moments.count + weights.sum(1).cumsum(0)
+        shifts = deviations.sum(1).cumsum(0) / counts
+        variances = (moments.var * moments.count + (deviations**2).sum(1).cumsum(0)) / counts - shifts**2
+        moments.mean.add_(shifts[-1])
+        moments.var.copy_(variances[-1])
+        moments.count.copy_(counts[-1:])
+        return (rewards / torch.sqrt(variances + 1e-8).unsqueeze(1)).float().clamp(-10, 10)

@@ -1,0 +1,85 @@
+"""Adam written out over one flat vector, so that clipping, moments and step are a handful of fused operations."""
+
+import torch
+import torch.nn as nn
+
+
+class FlatAdam:
+    """Adam (https://arxiv.org/abs/1412.6980, algorithm 1) whose whole step is plain tensor operations.
+
+    ``torch.optim.Adam.step`` breaks a ``torch.compile`` graph and walks Python lists; this traces into the graph of the
+    loss. It moves the module's parameters into one vector (they become views of it, at addresses that never change),
+    and keeps its state in ``torch.optim.Adam``'s format.
+
+    Args:
+        module: its parameters, all of one dtype and device, are optimised.
+        lr: learning rate; ``self.lr`` is a tensor [1] to fill in place, so that a captured graph sees the change.
+        eps: added to the root of the second moment.
+        betas: decay of the two moments.
+    """
+
+    def __init__(self, module: nn.Module, lr: float, eps: float, betas: tuple[float, float] = (0.9, 0.999)) -> None:
+        named = dict(module.named_parameters())
+        self.names = list(named)
+        self.shapes = [parameter.shape for parameter in named.values()]
+        self.sizes = [parameter.numel() for parameter in named.values()]
+        self.params = torch.cat([parameter.detach().reshape(-1) for parameter in named.values()])
+        for parameter, view in zip(named.values(), self.unflatten(self.params).values(), strict=True):
+            parameter.data = view
+        self.exp_avg = torch.zeros_like(self.params)
+        self.exp_avg_sq = torch.zeros_like(self.params)
+        # float64: 1 - 0.999 ** step has four digits in float32 when training starts. Shape [1], because TorchInductor
+        # takes a 0-d float64 or int64 CPU tensor for a Python number and loses what is written to it.
+        self.num_steps = torch.zeros(1, dtype=torch.float64, device=self.params.device)
+        self.lr = torch.full((1,), lr, dtype=torch.float64, device=self.params.device)
+        self.eps = eps
+        self.betas = betas
+
+    def unflatten(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Views of ``flat`` under the parameters' names and shapes, for ``torch.func.functional_call``."""
+        pieces = flat.split(self.sizes)
+        return {n: p.view(s) for n, p, s in zip(self.names, pieces, self.shapes, strict=True)}
+
+    def flatten(self, named: dict[str, torch.Tensor]) -> torch.Tensor:
+        """One vector of ``named`` (gradients, say), in the order of the parameters."""
+        return torch.cat([named[name].reshape(-1) for name in self.names])
+
+    def step(self, grad: torch.Tensor) -> None:
+        """Updates the parameters in place along ``grad``, a flat vector."""
+        beta1, beta2 = self.betas
+        self.num_steps.add_(1)
+        step_size = (self.lr / (1 - beta1**self.num_steps)).to(grad.dtype)
+        bias_correction2_sqrt = (1 - beta2**self.num_steps).sqrt().to(grad.dtype)
+        self.exp_avg.lerp_(grad, 1 - beta1)
+        self.exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        denominator = self.exp_avg_sq.sqrt() / bias_correction2_sqrt + self.eps
+        self.params.sub_(step_size * self.exp_avg / denominator)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Everything that a step changes."""
+        return [self.params, self.exp_avg, self.exp_avg_sq, self.num_steps, self.lr]
+
+    def state_dict(self) -> dict:
+        """In ``torch.optim.Adam``'s format."""
+        averages = self.unflatten(self.exp_avg.clone()), self.unflatten(self.exp_avg_sq.clone())
+        step = self.num_steps[0].to(torch.float32).cpu()
+        state = {
+            i: {"step": step.clone(), "exp_avg": averages[0][name], "exp_avg_sq": averages[1][name]}
+            for i, name in enumerate(self.names)
+        }
+        group = {"lr": self.lr.item(), "betas": self.betas, "eps": self.eps, "params": list(range(len(self.names)))}
+        return {"state": state, "param_groups": [group]}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Copies what ``state_dict``, or a ``torch.optim.Adam`` over the same parameters, saved."""
+        state = state_dict["state"]
+        if state:  # Adam has none before its first step.
+            for target, key in ((self.exp_avg, "exp_avg"), (self.exp_avg_sq, "exp_avg_sq")):
+                target.copy_(torch.cat([state[i][key].reshape(-1) for i in range(len(self.names))]))
+            self.num_steps.fill_(float(state[0]["step"]))
+        self.lr.fill_(float(state_dict["param_groups"][0]["lr"]))
+
+
+def clip_grad_norm(grad: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """``torch.nn.utils.clip_grad_norm_`` for a flat gradient, out of place."""
+    return grad * torch.clamp(max_norm / (torch.linalg.vector_norm(grad) + 1e-6), max=1.0)
