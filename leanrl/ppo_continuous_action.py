@@ -21,6 +21,7 @@ import torch
 import torch.nn as nn
 from torch.distributions.normal import Normal
 
+from leanrl.support.checkpoints import resumed_step
 from leanrl.support.cli import RunArgs, run_script
 from leanrl.support.devices import resolve_device, set_num_threads
 from leanrl.support.envs import make_envs, require_continuous_actions
@@ -290,8 +291,7 @@ def main(args: Args) -> None:
     minibatch_size = batch_size // args.num_minibatches
     num_iterations = args.total_timesteps // batch_size
     set_num_threads(args.num_threads, minibatch_size)
-    start = 0 if args.resume is None else 1
-    envs = make_envs(args.env_id, args.num_envs, args.seed, start=start)
+    envs = make_envs(args.env_id, args.num_envs, args.seed, start=resumed_step(args.resume))
     require_continuous_actions(envs, args.env_id)
     obs_shape, action_shape = envs.single_observation_space.shape, envs.single_action_space.shape
 

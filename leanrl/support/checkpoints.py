@@ -2,6 +2,8 @@
 
 import os
 import sys
+import warnings
+import zipfile
 from pathlib import Path
 
 import torch
@@ -37,6 +39,12 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("step_*.pt"), reverse=True)
 
 
+def resumed_step(run_dir: str | None) -> int:
+    """Environment steps of the newest checkpoint in a run directory; 0 where there is none to resume from."""
+    paths = list_checkpoints(Path(run_dir) / "checkpoints") if run_dir is not None else []
+    return int(paths[0].stem.removeprefix("step_")) if paths else 0
+
+
 def save_checkpoint(folder: Path, global_step: int, identity: dict, state: dict) -> Path:
     """Writes ``state`` as the checkpoint of ``global_step`` and removes all but the last two up to it.
 
@@ -66,7 +74,12 @@ def load_checkpoint(path: Path, identity: dict) -> tuple[int, dict]:
         UsageError: the file is torn, empty, no checkpoint of ours, or of another script or environment.
     """
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():  # PyTorch's thoughts on a foreign file's pickle protocol
+            warnings.simplefilter("ignore")
+            with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums that torch.save wrote
+                if (damaged := archive.testzip()) is not None:
+                    raise ValueError(f"checksum of {damaged} does not match")
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises nearly anything on damaged input
         reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
         raise UsageError(f"{path}: damaged or not a checkpoint ({reason})") from None

@@ -6,6 +6,7 @@ the true last one of its episode (https://farama.org/Vector-Autoreset-Mode).
 
 import difflib
 import os
+import warnings
 from typing import Literal
 
 import gymnasium as gym
@@ -22,7 +23,7 @@ def env_seeds(seed: int, num_envs: int, first_index: int = 0, start: int = 0) ->
     """One seed an environment, in [0, 2**31).
 
     Drawn from ``SeedSequence([seed, global index])``: with ``seed + index``, seeds 1 and 2 would share nearly all
-    their environments. ``start`` counts resumed starts, so that fresh episodes after a resume are new ones.
+    their environments. ``start`` is the step a run is resumed at, so that its fresh episodes are new ones.
     """
     entropy = [[seed, index] + ([start] if start else []) for index in range(first_index, first_index + num_envs)]
     return [int(np.random.SeedSequence(words).generate_state(1)[0] >> 1) for words in entropy]
@@ -89,8 +90,10 @@ class EnvPoolVectorEnv(VectorEnv):
             env_id, env_type="gymnasium", num_envs=len(seeds), seed=seeds, num_threads=num_threads
         )
         self.num_envs = len(seeds)
-        self.single_observation_space = self._pool.observation_space
-        self.single_action_space = self._pool.action_space
+        with warnings.catch_warnings():  # EnvPool gives float32 spaces their bounds as float64
+            warnings.simplefilter("ignore")
+            self.single_observation_space = self._pool.observation_space
+            self.single_action_space = self._pool.action_space
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
 
@@ -116,7 +119,9 @@ def near_names(name: str, known) -> str:
 def make_env(env_id: str, **kwargs) -> gym.Env:
     """``gymnasium.make`` with observations flattened to a vector, and its errors as one-line UsageErrors."""
     try:
-        env = gym.make(env_id, **kwargs)
+        with warnings.catch_warnings():  # that the version is old, once for each of the environments
+            warnings.simplefilter("ignore")
+            env = gym.make(env_id, **kwargs)
     except (gym.error.Error, ImportError, ValueError) as error:
         if env_id not in gym.registry:
             hint = near_names(env_id, gym.registry)
@@ -138,7 +143,7 @@ def make_envs(
         seed: of the run; each environment gets its own from it (``env_seeds``).
         backend: ``gymnasium`` steps serially in this process; ``envpool`` on ``num_threads`` C++ threads (0: its own
             choice), which pays from about 4 environments on.
-        start: how many times this run was resumed.
+        start: environment steps at which this process takes the run up, 0 on a fresh start.
 
     Raises:
         UsageError: unknown environment, or a missing package.

@@ -1,10 +1,11 @@
 """Playing a saved model: whole episodes, deterministic actions, optionally a video."""
 
 import importlib
+import math
 import os
 import sys
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 
 import gymnasium as gym
@@ -18,6 +19,9 @@ from leanrl.support.errors import UsageError
 # Far from every training environment's index, so that evaluation never replays a training seed.
 EVALUATION_INDEX = 1_000_000
 
+# Some environments take 125 steps a second of their time, and without a GPU a frame of MuJoCo's takes 0.1 s to render.
+MAX_VIDEO_FPS = 30
+
 Policy = Callable[[np.ndarray], np.ndarray]
 
 
@@ -29,6 +33,10 @@ def load_model(run_dir: Path) -> dict:
     """
     run_dir = Path(run_dir)
     run = read_args_json(run_dir)
+    try:
+        of_run = (run["script"], run["args"]["env_id"])
+    except (KeyError, TypeError):
+        raise UsageError(f"{run_dir}/args.json: names no script and environment") from None
     path = run_dir / "model.pt"
     if not path.exists():
         raise UsageError(f"{run_dir}: has no model.pt; train with --save-model")
@@ -38,9 +46,8 @@ def load_model(run_dir: Path) -> dict:
         made_by = (saved["script"], saved["args"]["env_id"])
     except Exception as error:  # torch.load raises nearly anything on damaged input
         raise UsageError(f"{path}: damaged or not a saved model ({type(error).__name__})") from None
-    of_run = (run["script"], run["args"]["env_id"])
     if made_by != of_run:
-        raise UsageError(f"{path}: was made by {' on '.join(made_by)}, but the run is {' on '.join(of_run)}")
+        raise UsageError("{}: was made by {} on {}, but the run is {} on {}".format(path, *made_by, *of_run))
     return saved
 
 
@@ -70,7 +77,7 @@ def play(run_dir: Path, episodes: int, seed: int = 0, video: Path | None = None,
         run_dir: a run directory with ``model.pt``.
         episodes: how many.
         seed: of the evaluation environment.
-        video: where to write the first episode as mp4; None for no video.
+        video: where to write the first episode as mp4, in the time of its environment; None for no video.
         progress: wraps the range of episodes, e.g. tqdm.
 
     Returns:
@@ -83,39 +90,36 @@ def play(run_dir: Path, episodes: int, seed: int = 0, video: Path | None = None,
     env_id = saved["args"]["env_id"]
     env = make_env(env_id) if video is None else make_rendering_env(env_id)
     envs = SerialVectorEnv([env], env_seeds(seed, 1, EVALUATION_INDEX))
-    policy = load_policy(run_dir, saved, envs)
-    fps = env.metadata.get("render_fps", 30)
     returns = []
-    for episode in progress(range(episodes)):
-        if episode == 0:
-            obs, _ = envs.reset()
-        else:
-            # NEXT_STEP autoreset: the step after a done ignores its action and resets.
-            obs, *_ = envs.step(np.zeros(envs.action_space.shape, envs.action_space.dtype))
-        filming = video is not None and episode == 0
-        with mp4_writer(video, fps) if filming else nullcontext() as add_frame:
-            returns.append(_play_episode(envs, policy, obs, add_frame))
-    envs.close()
+    with closing(envs):
+        policy = load_policy(run_dir, saved, envs)
+        for episode in progress(range(episodes)):
+            if episode == 0:
+                obs, _ = envs.reset()
+            else:
+                # NEXT_STEP autoreset: the step after a done ignores its action and resets.
+                obs, *_ = envs.step(np.zeros(envs.action_space.shape, envs.action_space.dtype))
+            with film(env, video) if video is not None and episode == 0 else nullcontext() as show:
+                returns.append(_play_episode(envs, policy, obs, show or (lambda step, done: None)))
     return returns
 
 
-def _play_episode(envs: SerialVectorEnv, policy: Policy, obs: np.ndarray, add_frame: Callable | None) -> float:
+def _play_episode(envs: SerialVectorEnv, policy: Policy, obs: np.ndarray, show: Callable[[int, bool], None]) -> float:
     """Plays on from ``obs`` until the episode terminates or runs out of time; returns the sum of its rewards."""
-    episodic_return, done = 0.0, False
-    if add_frame is not None:
-        add_frame(envs.envs[0].render())
+    episodic_return, step, done = 0.0, 0, False
+    show(step, done)
     while not done:
         obs, reward, terminated, truncated, _ = envs.step(policy(obs))
         episodic_return += float(reward[0])
-        done = bool(terminated[0] or truncated[0])
-        if add_frame is not None:
-            add_frame(envs.envs[0].render())
+        step, done = step + 1, bool(terminated[0] or truncated[0])
+        show(step, done)
     return episodic_return
 
 
 def record_video(run_dir: Path) -> Path:
     """Plays one episode of the saved model into ``RUN_DIR/videos/episode.mp4`` and returns its path."""
     path = Path(run_dir) / "videos" / "episode.mp4"
+    print("filming one episode", flush=True)
     play(run_dir, episodes=1, video=path)
     print(f"video: {path}")
     return path
@@ -140,6 +144,9 @@ def make_rendering_env(env_id: str) -> gym.Env:
         import imageio_ffmpeg  # noqa: F401  imageio would miss it only at the first frame
     except ImportError:
         raise UsageError("--capture-video: needs a package that is missing; pip install imageio-ffmpeg") from None
+    hook = sys.unraisablehook
+    # Where OpenGL fails, Gymnasium's half-made viewer raises once more when it is collected: a traceback on stderr.
+    sys.unraisablehook = lambda unraisable: None
     try:
         env = make_env(env_id, render_mode="rgb_array")
         env.reset()
@@ -147,16 +154,28 @@ def make_rendering_env(env_id: str) -> gym.Env:
     except UsageError:
         raise
     except Exception as error:  # OpenGL's many ways to be absent have no common class
-        # Gymnasium's half-made viewer raises once more when it is collected; that would be a traceback on stderr.
-        sys.unraisablehook = lambda unraisable: None
-        remedy = "MuJoCo needs OpenGL: install libegl1 (Debian: apt install libegl1) and set MUJOCO_GL=egl"
-        if isinstance(error, gym.error.DependencyNotInstalled):
-            remedy = "see the environment's documentation"
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise UsageError(f"--capture-video: cannot render {env_id} here ({reason}); {remedy}") from None
-    if not isinstance(frame, np.ndarray) or frame.ndim != 3:
-        raise UsageError(f"--capture-video: {env_id} does not render to images")
-    return env
+        if not isinstance(error, gym.error.DependencyNotInstalled):  # which tells its remedy itself
+            reason += "; MuJoCo needs OpenGL: install libegl1 (Debian: apt install libegl1) and set MUJOCO_GL=egl"
+    else:
+        if isinstance(frame, np.ndarray) and frame.ndim == 3:
+            return env
+        reason = "it does not render to images"
+    finally:
+        sys.unraisablehook = hook
+    raise UsageError(f"--capture-video: cannot film {env_id} here: {reason}")
+
+
+@contextmanager
+def film(env: gym.Env, path: Path):
+    """Gives a function ``show(step, done)`` that films the state of ``env`` after each step of one episode.
+
+    Plays at the environment's own speed; of more than MAX_VIDEO_FPS frames a second every n-th is kept, and the last.
+    """
+    fps = env.metadata.get("render_fps") or MAX_VIDEO_FPS
+    every = math.ceil(fps / MAX_VIDEO_FPS)
+    with mp4_writer(path, fps / every) as add_frame:
+        yield lambda step, done: add_frame(env.render()) if done or step % every == 0 else None
 
 
 @contextmanager
@@ -166,12 +185,21 @@ def mp4_writer(path: Path, fps: float):
     Frame by frame, because those of 1,000 steps together take 700 MB.
     """
     import imageio.v2 as imageio
+    from tqdm import tqdm
 
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp.mp4")
     try:
-        with imageio.get_writer(temporary, fps=fps, macro_block_size=1, quality=8) as writer:
-            yield lambda frame: writer.append_data(pad_to_even(frame))
+        with (
+            imageio.get_writer(temporary, fps=fps, macro_block_size=1, quality=8) as writer,
+            tqdm(desc=f"filming {path.name}", unit="frame", leave=False, disable=None) as bar,
+        ):
+
+            def add_frame(frame: np.ndarray) -> None:
+                writer.append_data(pad_to_even(frame))
+                bar.update()
+
+            yield add_frame
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

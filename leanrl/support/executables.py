@@ -1,9 +1,10 @@
-"""Around ``torch.compile`` and ``CudaGraphModule``: options, and a warm-up that leaves no trace."""
+"""Around ``torch.compile`` and ``CudaGraphModule``: compiled steps without call overhead, warm-up without a trace."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 
 import torch
+import torch._inductor
 
 # CudaGraphModule runs eagerly this many times before it captures.
 CUDAGRAPH_WARMUP = 3
@@ -11,32 +12,69 @@ CUDAGRAPH_WARMUP = 3
 WARMUP_CALLS = CUDAGRAPH_WARMUP + 2
 
 CPU_OPTIONS = {
-    # One C++ file a graph instead of one a kernel: builds sooner, and calls the kernels without Python in between.
+    # One C++ file a graph instead of one a kernel: builds sooner, and calls its kernels without Python in between.
     "cpp_wrapper": True,
     # With a single file to build, precompiling PyTorch's headers takes longer than it saves.
     "cpp_cache_precompile_headers": False,
-    # Four probe builds that ask whether g++ knows AVX-512. Any g++ that builds PyTorch 2.11's C++20 headers does.
+    # Leaves out probe builds that ask whether the compiler knows AVX-512. Any that builds PyTorch's C++20 headers does.
     "cpp.vec_isa_ok": True,
-    # tanh from one exp: 4 times as fast as SLEEF's, with an absolute error of one float32 rounding (2e-7).
+    # tanh from one exp: 4 times as fast as SLEEF's, with an absolute error of one float32 rounding.
     "cpp.use_decompose_tanh": True,
 }
 
 
-def compile_kwargs(device: torch.device) -> dict:
-    """Arguments of ``torch.compile`` for a whole step: one graph, static shapes, options that this PyTorch knows."""
-    kwargs = {"fullgraph": True, "dynamic": False}
-    if device.type == "cpu":
-        known = set(torch._inductor.list_options())
-        kwargs["options"] = {name: value for name, value in CPU_OPTIONS.items() if name in known}
-    return kwargs
+class CompiledStep:
+    """A whole step of training, compiled on its first call into one graph that later calls run directly.
 
+    ``torch.compile`` evaluates a Python frame on every call and checks that types, shapes and globals are what they
+    were: some 20 microseconds, as much as a small policy takes. A training step has static shapes, and the tensors
+    that it closes over are the same objects for ever (changed in place), so the graph's inputs are collected once.
 
-def skip_guards() -> None:
-    """Stops Dynamo from checking before each call that types, shapes and globals are what they were.
+    Args:
+        fn: takes tensors of unchanging shapes and returns one tensor. It may change tensors in place, and must have
+            no other side effect.
+        device: where its tensors are.
 
-    Safe once every compiled function has seen the only shapes it will ever see, which warm-up ensures.
+    Raises:
+        torch._dynamo.exc.Unsupported: (first call) ``fn`` does not trace as one graph.
     """
-    torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
+
+    def __init__(self, fn: Callable[..., torch.Tensor], device: torch.device) -> None:
+        self._options = compile_options(device)
+        self._first_call = torch.compile(fn, backend=self._backend, fullgraph=True, dynamic=False)
+        self._graph: Callable | None = None
+
+    def _backend(self, graph_module, example_inputs) -> Callable:
+        graph = torch._inductor.compile(graph_module, example_inputs, options=self._options)
+
+        def record(*inputs: torch.Tensor):
+            outputs = graph(*inputs)
+            self._graph, self._inputs, self._outputs = graph, list(inputs), outputs
+            return outputs
+
+        return record
+
+    def __call__(self, *args: torch.Tensor) -> torch.Tensor:
+        if self._graph is None:
+            result = self._first_call(*args)
+            # Where the arguments and the result stand among the graph's inputs and outputs.
+            places = [[i for i, x in enumerate(self._inputs) if x is arg] for arg in args]
+            self._places = [(i, place) for i, found in enumerate(places) for place in found]
+            self._result = next(i for i, x in enumerate(self._outputs) if x is result)
+            self._outputs = None
+            return result
+        inputs = self._inputs.copy()
+        for i, place in self._places:
+            inputs[place] = args[i]
+        return self._graph(*inputs)[self._result]
+
+
+def compile_options(device: torch.device) -> dict:
+    """TorchInductor's options for ``device``, those that this PyTorch knows."""
+    if device.type != "cpu":
+        return {}
+    known = set(torch._inductor.list_options())
+    return {name: value for name, value in CPU_OPTIONS.items() if name in known}
 
 
 @contextmanager
@@ -44,8 +82,7 @@ def untouched(tensors: Iterable[torch.Tensor], device: torch.device):
     """Puts ``tensors`` (in place, at the same addresses) and PyTorch's random generators back on exit."""
     tensors = list(tensors)
     copies = [tensor.clone() for tensor in tensors]
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield
     for tensor, copy in zip(tensors, copies, strict=True):
         tensor.copy_(copy)

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import random
@@ -272,6 +273,9 @@ class Run:
             self._new_returns, self._new_lengths = [], []
         point.update({key: float(value) for key, value in metrics.items()})
         self._tracker.log(self.global_step, point)
+        for key, value in metrics.items():
+            if key.endswith("_loss") and not math.isfinite(value):
+                raise RuntimeError(f"training diverged: {key} is {value} at step {self.global_step}")
         recent = "-" if self.episodic_return is None else f"{self.episodic_return:.1f}"
         if self._progress is not None:
             self._progress.set_postfix_str(f"return {recent}, {sps:,.0f} sps", refresh=False)

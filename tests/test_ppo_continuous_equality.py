@@ -1,0 +1,292 @@
+"""The fast rung of PPO for continuous actions computes what the reference computes, in every mode."""
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+import leanrl.ppo_continuous_action as reference
+import leanrl.ppo_continuous_action_torchcompile as fast
+from leanrl.support.executables import CompiledStep, untouched
+from leanrl.support.normalization import RewardNormalizer, RunningMoments
+from leanrl.support.optim import FlatAdam
+
+OBS_DIM, ACTION_DIM, NUM_STEPS, NUM_ENVS = 11, 3, 128, 2
+UPDATES = 50
+
+MODES = {
+    "eager": dict(compile=False, cudagraphs=False),
+    "compile": dict(compile=True, cudagraphs=False),
+    "cudagraphs": dict(compile=False, cudagraphs=True),
+    "compile+cudagraphs": dict(compile=True, cudagraphs=True),
+}
+in_every_mode = pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=pytest.mark.cuda) if "cudagraphs" in mode else mode for mode in MODES]
+)
+
+
+def mode_args(mode: str, **changes) -> tuple[fast.Args, torch.device]:
+    args = fast.Args(**{"num_envs": NUM_ENVS, "num_steps": NUM_STEPS, **MODES[mode], **changes})
+    return args, torch.device("cuda", 0) if args.cudagraphs else torch.device("cpu")
+
+
+def random_rollout(device: torch.device, seed: int = 0) -> fast.Rollout:
+    """A rollout with plausible numbers and a few steps that only reset."""
+    generator = torch.Generator().manual_seed(seed)
+    rollout = fast.Rollout.allocate(NUM_STEPS, NUM_ENVS, OBS_DIM, ACTION_DIM, device)
+    for name in ("obs", "noise", "actions", "advantages", "returns", "values"):
+        tensor = getattr(rollout, name)
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    rollout.logprobs.copy_(torch.randn(NUM_STEPS, NUM_ENVS, generator=generator) * 0.3 - 4.0)
+    rollout.weights.copy_((torch.rand(NUM_STEPS, NUM_ENVS, generator=generator) > 0.1).float())
+    return rollout
+
+
+def minibatches(device: torch.device) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randperm(NUM_STEPS * NUM_ENVS, generator=generator)[:64].to(device) for _ in range(UPDATES)]
+
+
+def agents(device: torch.device) -> tuple[reference.Agent, fast.Agent]:
+    torch.manual_seed(3)
+    plain = reference.Agent(OBS_DIM, ACTION_DIM)
+    quick = fast.Agent(OBS_DIM, ACTION_DIM).to(device)
+    quick.load_state_dict(plain.state_dict())
+    return plain, quick
+
+
+@pytest.mark.parametrize("amp", ["none", "bf16"])
+@in_every_mode
+def test_fifty_updates_equal_the_reference(mode: str, amp: str) -> None:
+    args, device = mode_args(mode, ent_coef=0.01, amp=amp)
+    plain, quick = agents(device)
+    start = {name: p.detach().clone() for name, p in plain.named_parameters()}
+    optimizer = torch.optim.Adam(plain.parameters(), lr=args.learning_rate, eps=1e-5)
+    plain_update = reference.make_update(plain, optimizer, args)
+    plain_rollout = random_rollout(torch.device("cpu"))
+    plain_parts = [plain_update(*plain_rollout.minibatch(inds.cpu())) for inds in minibatches(device)]
+
+    flat = FlatAdam(quick, lr=args.learning_rate, eps=1e-5)
+    update = fast.make_update(quick, flat, random_rollout(device), args)
+    with torch.no_grad():
+        _, update = fast.make_executables(lambda: None, update, args, device)
+        parts = [update(inds).clone() for inds in minibatches(device)]
+
+    moved = max((p - start[name]).abs().max().item() for name, p in plain.named_parameters())
+    assert moved > 1e-2, "the reference took no real steps"
+    assert flat.num_steps.item() == UPDATES
+    # bf16 rounds differently in a fused kernel; its steps still have to agree far within what they move.
+    tolerance = 2e-6 if amp == "none" else 0.15 * moved
+    for name, parameter in quick.named_parameters():
+        assert (parameter.cpu() - dict(plain.named_parameters())[name]).abs().max() < tolerance, name
+    if amp == "none":
+        torch.testing.assert_close(torch.stack(parts).cpu(), torch.stack(plain_parts), rtol=1e-4, atol=2e-5)
+
+
+@in_every_mode
+def test_a_new_learning_rate_reaches_the_step(mode: str) -> None:
+    args, device = mode_args(mode)
+    _, quick = agents(device)
+    optimizer = FlatAdam(quick, lr=1e-3, eps=1e-5)
+    with torch.no_grad():
+        _, update = fast.make_executables(
+            lambda: None, fast.make_update(quick, optimizer, random_rollout(device), args), args, device
+        )
+        for inds in minibatches(device)[:6]:
+            update(inds)
+        before = optimizer.params.clone()
+        optimizer.lr.fill_(0.0)
+        update(minibatches(device)[6])
+        assert torch.equal(optimizer.params, before)
+        optimizer.lr.fill_(1e-3)
+        update(minibatches(device)[7])
+        assert not torch.equal(optimizer.params, before)
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+@in_every_mode
+def test_acting_equals_wrappers_and_reference_network(mode: str, num_envs: int) -> None:
+    """NormalizeObservation, the clip, the policy and the sampled action, over calls enough to pass capture."""
+    args, device = mode_args(mode, num_envs=num_envs)
+    plain, quick = agents(device)
+    moments = RunningMoments.start((OBS_DIM,), device)
+    rollout = fast.Rollout.allocate(NUM_STEPS, num_envs, OBS_DIM, ACTION_DIM, device)
+    low, high = np.array([-3.0, -0.4, -1.0], np.float32), np.array([3.0, 0.4, 1.0], np.float32)
+    as_sums = mode == "compile" and num_envs == 1
+    *_, policy_step = fast.make_policy(quick, moments, rollout, low, high, as_sums)
+    rms = gym.wrappers.utils.RunningMeanStd(shape=(OBS_DIM,))
+    rng = np.random.default_rng(0)
+    with torch.no_grad():
+        rollout.noise.normal_()
+        policy_step, _ = fast.make_executables(policy_step, lambda inds: inds, args, device)
+        for t in range(NUM_STEPS):
+            raw = rng.normal(size=(num_envs, OBS_DIM)) * 5 + 100
+            action = policy_step(torch.from_numpy(raw).to(device)).cpu()
+            rms.update(raw)
+            obs = torch.as_tensor(np.clip((raw - rms.mean) / np.sqrt(rms.var + 1e-8), -10, 10), dtype=torch.float32)
+            sampled = plain.actor_mean(obs) + plain.actor_logstd.exp() * rollout.noise[t].cpu()
+            torch.testing.assert_close(rollout.obs[t].cpu(), obs, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(rollout.actions[t].cpu(), sampled, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                action, sampled.clamp(torch.tensor(low), torch.tensor(high)), rtol=1e-5, atol=1e-5
+            )
+    assert rollout.step.item() == NUM_STEPS
+    assert len(rollout.actions.unique(dim=0)) == NUM_STEPS, "samples repeat from call to call"
+    torch.testing.assert_close(moments.var.cpu(), torch.from_numpy(rms.var), rtol=1e-9, atol=0)
+
+
+def test_acting_follows_the_learner() -> None:
+    """The compiled policy sees every update of the parameters: there is no copy of them to go stale."""
+    args, device = mode_args("compile")
+    _, quick = agents(device)
+    optimizer = FlatAdam(quick, lr=1e-2, eps=1e-5)
+    rollout = random_rollout(device)
+    moments = RunningMoments.start((OBS_DIM,), device)
+    ones = np.ones(ACTION_DIM, np.float32)
+    *_, policy_step = fast.make_policy(quick, moments, rollout, -100 * ones, 100 * ones, False)
+    with torch.no_grad():
+        policy_step, update = fast.make_executables(
+            policy_step, fast.make_update(quick, optimizer, rollout, args), args, device
+        )
+        for inds in minibatches(device)[:10]:
+            rollout.step.zero_()
+            raw = torch.randn(NUM_ENVS, OBS_DIM, dtype=torch.float64)
+            action = policy_step(raw)
+            expected = quick.actor_mean(rollout.obs[0]) + quick.actor_logstd.exp() * rollout.noise[0]
+            torch.testing.assert_close(action, expected, rtol=1e-5, atol=1e-5)
+            update(inds)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 37, 128])
+def test_scan_gae_equals_the_loop(num_steps: int) -> None:
+    generator = torch.Generator().manual_seed(num_steps)
+    rewards = torch.randn(num_steps, NUM_ENVS, generator=generator)
+    values = torch.randn(num_steps + 1, NUM_ENVS, generator=generator)
+    terminations = (torch.rand(num_steps, NUM_ENVS, generator=generator) < 0.1).float()
+    truncations = (torch.rand(num_steps, NUM_ENVS, generator=generator) < 0.1).float()
+    dones = torch.maximum(terminations, truncations)
+    expected = reference.compute_gae(rewards, values, terminations, dones, 0.99, 0.95)
+    actual = fast.compute_gae(rewards, values, terminations, dones, 0.99, 0.95)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+class Script(gym.vector.VectorEnv):
+    """Plays back given rewards and flags, in NEXT_STEP mode."""
+
+    metadata = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP}
+
+    def __init__(self, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray) -> None:
+        self.told, self.t, self.num_envs = (rewards, terminations, truncations), -1, rewards.shape[1]
+
+    def reset(self, **kwargs):
+        return np.zeros((self.num_envs, 1)), {}
+
+    def step(self, actions):
+        self.t += 1
+        return np.zeros((self.num_envs, 1)), *(x[self.t].copy() for x in self.told), {}
+
+
+def test_reward_normalizer_equals_gymnasiums_wrapper() -> None:
+    """Over rollouts of several lengths, with terminations, truncations and the reset steps after them."""
+    rng = np.random.default_rng(5)
+    total, num_envs = 300, 3
+    terminations = rng.random((total, num_envs)) < 0.05
+    truncations = rng.random((total, num_envs)) < 0.05
+    resets = np.zeros((total, num_envs), bool)
+    for t in range(1, total):
+        resets[t] = terminations[t - 1] | truncations[t - 1]
+        terminations[t] &= ~resets[t]
+        truncations[t] &= ~resets[t]
+    assert resets.sum() > 30
+    rewards = np.where(resets, 0.0, rng.normal(size=(total, num_envs)) * 3 + 1)
+    wrapper = gym.wrappers.vector.NormalizeReward(Script(rewards, terminations, truncations), gamma=0.97)
+    wrapper.reset()
+    expected = np.stack([wrapper.step(None)[1] for _ in range(total)]).clip(-10, 10)
+    normalize = RewardNormalizer(num_envs, 0.97, torch.device("cpu"))
+    pieces = [
+        normalize(*(torch.as_tensor(x[a:b], dtype=torch.float32) for x in (rewards, terminations, 1.0 - resets)))
+        for a, b in ((0, 1), (1, 128), (128, 130), (130, 300))
+    ]
+    # Gymnasium sums the discounted return in float32.
+    torch.testing.assert_close(torch.cat(pieces), torch.as_tensor(expected, dtype=torch.float32), rtol=2e-5, atol=1e-6)
+
+
+def test_flat_adam_equals_adam_and_exchanges_states_with_it() -> None:
+    plain, quick = agents(torch.device("cpu"))
+    adam, flat = torch.optim.Adam(plain.parameters(), lr=1e-3, eps=1e-5), FlatAdam(quick, lr=1e-3, eps=1e-5)
+    generator = torch.Generator().manual_seed(0)
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            for parameter in plain.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            grads = {name: parameter.grad for name, parameter in plain.named_parameters()}
+            adam.step()
+            with torch.no_grad():
+                flat.step(flat.flatten(grads))
+
+    def close() -> bool:
+        return all(
+            torch.allclose(p, q, rtol=1e-5, atol=1e-6)
+            for p, q in zip(plain.parameters(), quick.parameters(), strict=True)
+        )
+
+    steps(60)
+    assert close()
+    ours, theirs = flat.state_dict(), adam.state_dict()
+    assert ours["state"].keys() == theirs["state"].keys()
+    assert ours["state"][0]["step"] == theirs["state"][0]["step"] == 60
+    adam.load_state_dict({**theirs, "state": ours["state"]})
+    flat.load_state_dict(theirs)
+    for group in adam.param_groups:
+        group["lr"] = 1e-4
+    flat.lr.fill_(1e-4)
+    steps(40)
+    assert close()
+
+
+def test_warm_up_leaves_no_trace() -> None:
+    """Parameters, optimiser, moments and random numbers are bitwise what they were, at the same addresses."""
+    args, device = mode_args("compile")
+    _, quick = agents(device)
+    optimizer = FlatAdam(quick, lr=1e-3, eps=1e-5)
+    update = CompiledStep(fast.make_update(quick, optimizer, random_rollout(device), args), device)
+    before = [tensor.clone() for tensor in optimizer.tensors()]
+    addresses = [tensor.data_ptr() for tensor in optimizer.tensors()]
+    rng = torch.get_rng_state()
+    with torch.no_grad(), untouched(optimizer.tensors(), device):
+        for inds in minibatches(device)[:3]:
+            update(inds)
+            torch.rand(1)
+        assert not torch.equal(optimizer.params, before[0])
+    assert all(torch.equal(a, b) for a, b in zip(optimizer.tensors(), before, strict=True))
+    assert addresses == [tensor.data_ptr() for tensor in optimizer.tensors()]
+    assert torch.equal(torch.get_rng_state(), rng)
+
+
+def test_compiled_step_passes_arguments_and_keeps_in_place_changes() -> None:
+    """Float64 and int64 counters of shape [1] too: TorchInductor loses changes to 0-d ones."""
+    count, clock, total = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.float64), torch.zeros(4)
+
+    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        count.add_(1)
+        clock.add_(0.5)
+        total.add_(x - 2 * y)
+        return x * 10 + y
+
+    step = CompiledStep(fn, torch.device("cpu"))
+    expected = torch.zeros(4)
+    for i in range(5):
+        x, y = torch.full((4,), float(i)), torch.arange(4.0)
+        torch.testing.assert_close(step(x, y), x * 10 + y)
+        expected += x - 2 * y
+    assert count.item() == 5 and clock.item() == 2.5
+    torch.testing.assert_close(total, expected)
+
+
+def test_compiled_step_refuses_a_graph_break() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.sum().item() > 0 else x
+
+    with pytest.raises(Exception, match=r"(?i)data-dependent|unsupported|graph"):
+        CompiledStep(fn, torch.device("cpu"))(torch.ones(3))
