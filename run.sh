@@ -1,0 +1,101 @@
+#!/usr/bin/env bash
+# Sets up .venv on the first call, then runs what is asked. ./run.sh --help lists it.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+usage() {
+  cat <<'EOF'
+./run.sh                    set up, then compare eager with compiled PPO on HalfCheetah-v5: a table and a picture
+./run.sh test [--all]       the test suite; --all adds what is long (learning checks, repeated kills)
+./run.sh bench [FLAGS]      ours against Stable-Baselines3 and SBX, in turn in one run (installs them first)
+./run.sh SCRIPT [FLAGS]     a training script, e.g. ./run.sh ppo_continuous_action_torchcompile --compile
+./run.sh TOOL [FLAGS]       compare, evaluate, plot or peers
+./run.sh SCRIPT --help      what a script or tool takes
+
+Environment variables:
+  LEANRL_TORCH_INDEX   package index for PyTorch, e.g. https://download.pytorch.org/whl/cpu for a machine without a GPU
+                       (by default pip's own index, which on Linux brings the CUDA build)
+  PYTHON               the Python (3.11 or later) that makes .venv
+EOF
+}
+
+die() {
+  echo "run.sh: $*" >&2
+  exit 2
+}
+
+# The first Python that is new enough, in $python.
+find_python() {
+  for python in ${PYTHON:-python3 python3.13 python3.12 python3.11 python}; do
+    if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then return; fi
+  done
+  die "no Python 3.11 or later found; install one and name it with PYTHON=/path/to/python3 ./run.sh"
+}
+
+make_venv() {
+  if .venv/bin/python -m pip --version >/dev/null 2>&1; then return; fi
+  find_python
+  "$python" -c 'import venv, ensurepip' 2>/dev/null || die "$python has no venv module; Debian: apt install python3-venv"
+  echo "making .venv with $("$python" --version)"
+  # --clear: an earlier call may have been interrupted half-way.
+  "$python" -m venv --clear .venv
+}
+
+pip_install() {
+  local quiet=--quiet
+  if [ -t 2 ]; then quiet=--progress-bar=on; fi
+  .venv/bin/python -m pip install "$quiet" --disable-pip-version-check "$@" ||
+    die "pip could not install $*; a second ./run.sh goes on from here"
+}
+
+# install GROUP...: requirements/requirements[-GROUP].txt, once for each version of the files.
+install() {
+  local group file stamp want
+  make_venv
+  for group in "$@"; do
+    file=requirements/requirements${group:+-$group}.txt
+    stamp=.venv/installed${group:+-$group}
+    want="$(cat "$file") index=${LEANRL_TORCH_INDEX:-}"
+    if [ "$(cat "$stamp" 2>/dev/null)" = "$want" ]; then continue; fi
+    echo "installing $file"
+    if [ -z "$group" ] && [ -n "${LEANRL_TORCH_INDEX:-}" ]; then
+      # Its dependencies come from the same index or, below, from pip's own.
+      pip_install --force-reinstall --no-deps --index-url "$LEANRL_TORCH_INDEX" "$(grep '^torch==' "$file")"
+    fi
+    pip_install -r "$file"
+    echo "$want" >"$stamp"
+  done
+}
+
+command=${1:-}
+[ $# -eq 0 ] || shift
+case $command in
+"")
+  install "" mujoco
+  exec .venv/bin/python -m leanrl.tools.compare
+  ;;
+-h | --help | help)
+  usage
+  ;;
+test)
+  install "" mujoco envpool dev
+  exec .venv/bin/python -m pytest "$@"
+  ;;
+bench)
+  install "" mujoco envpool dev peers
+  exec .venv/bin/python -m leanrl.tools.peers "$@"
+  ;;
+*)
+  name=$(basename "$command" .py)
+  if [ -f "leanrl/$name.py" ] && [ "$name" != __init__ ]; then
+    install "" mujoco
+    case " $* " in *" envpool "* | *=envpool*) install envpool ;; esac
+    exec .venv/bin/python "leanrl/$name.py" "$@"
+  elif grep -qs run_tool "leanrl/tools/$name.py"; then
+    install "" mujoco
+    case $name in plot) install dev ;; peers) install envpool peers ;; esac
+    exec .venv/bin/python -m "leanrl.tools.$name" "$@"
+  fi
+  die "no script or tool is called $command; ./run.sh --help lists what there is"
+  ;;
+esac
