@@ -26,7 +26,7 @@ from leanrl.support.cli import RunArgs, run_script
 from leanrl.support.devices import resolve_device, set_num_threads
 from leanrl.support.envs import make_envs, require_continuous_actions
 from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
-from leanrl.support.evaluation import record_video
+from leanrl.support.evaluation import record_video, require_video
 from leanrl.support.run import Run, seed_everything
 
 
@@ -291,6 +291,8 @@ def main(args: Args) -> None:
     minibatch_size = batch_size // args.num_minibatches
     num_iterations = args.total_timesteps // batch_size
     set_num_threads(args.num_threads, minibatch_size)
+    if args.capture_video:
+        require_video(args.env_id)
     envs = make_envs(args.env_id, args.num_envs, args.seed, start=resumed_step(args.resume))
     require_continuous_actions(envs, args.env_id)
     obs_shape, action_shape = envs.single_observation_space.shape, envs.single_action_space.shape

@@ -33,7 +33,7 @@ from leanrl.support.devices import resolve_device, set_num_threads
 from leanrl.support.envs import EnvBackend, make_envs, require_continuous_actions
 from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
-from leanrl.support.evaluation import record_video
+from leanrl.support.evaluation import record_video, require_video
 from leanrl.support.executables import CUDAGRAPH_WARMUP, WARMUP_CALLS, CompiledStep, untouched
 from leanrl.support.normalization import RewardNormalizer, RunningMoments
 from leanrl.support.optim import FlatAdam, clip_grad_norm
@@ -412,6 +412,8 @@ def main(args: Args) -> None:
     minibatch_size = batch_size // args.num_minibatches
     num_iterations = args.total_timesteps // batch_size
     set_num_threads(args.num_threads, minibatch_size)
+    if args.capture_video:
+        require_video(args.env_id)
     envs = make_envs(args.env_id, args.num_envs, args.seed, args.env_backend, start=resumed_step(args.resume))
     require_continuous_actions(envs, args.env_id)
     obs_dim, action_dim = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]

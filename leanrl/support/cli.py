@@ -97,8 +97,8 @@ def parse_args(args_type: type[Args], script: str, argv: list[str] | None = None
         stored = read_args_json(Path(resume))
     except UsageError as error:
         raise UsageError(f"--resume {error}") from None
-    if stored.get("script") != script:
-        raise bad("resume", resume, f"is a run of {stored.get('script')}, this script is {script}")
+    if stored["script"] != script:
+        raise bad("resume", resume, f"is a run of {stored['script']}, this script is {script}")
     names = {f.name for f in dataclasses.fields(args_type)}
     first = args_type(**{name: value for name, value in stored["args"].items() if name in names})
     # Where the run lies now, not where it lay when it was started: run directories may be moved.

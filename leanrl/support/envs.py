@@ -175,5 +175,5 @@ def require_continuous_actions(envs: VectorEnv, env_id: str) -> None:
 
 def use_headless_rendering() -> None:
     """Lets MuJoCo render without a screen (EGL); call it before mujoco is imported. A set MUJOCO_GL stays."""
-    if "DISPLAY" not in os.environ:
-        os.environ.setdefault("MUJOCO_GL", "egl")
+    if not os.environ.get("DISPLAY") and not os.environ.get("MUJOCO_GL"):
+        os.environ["MUJOCO_GL"] = "egl"

@@ -82,7 +82,9 @@ def untouched(tensors: Iterable[torch.Tensor], device: torch.device):
     """Puts ``tensors`` (in place, at the same addresses) and PyTorch's random generators back on exit."""
     tensors = list(tensors)
     copies = [tensor.clone() for tensor in tensors]
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        yield
-    for tensor, copy in zip(tensors, copies, strict=True):
-        tensor.copy_(copy)
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        for tensor, copy in zip(tensors, copies, strict=True):
+            tensor.copy_(copy)

@@ -208,9 +208,10 @@ class Run:
         if sys.stderr.isatty():
             from tqdm import tqdm
 
-            # Escapes the line of a bar above it: `compare` runs many scripts on one terminal.
-            self._progress = tqdm(total=self.total_steps, initial=self.global_step, unit="step", unit_scale=True)
-            self._progress.set_description(self.script[:40])
+            # Without tqdm's own rate, which would count the warm-up.
+            bar_format = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+            counts = {"total": self.total_steps, "initial": self.global_step, "unit_scale": True}
+            self._progress = tqdm(desc=self.script, bar_format=bar_format, **counts)
         else:
             say(f"{self.script}: {self.args.env_id}, seed {self.args.seed}, {self.device}, in {self.dir}")
         return self
@@ -225,7 +226,12 @@ class Run:
     def warmup(self):
         """Times what happens once before the loop: compilation and capture."""
         start = time.perf_counter()
-        yield
+        try:
+            yield
+        except Exception:
+            # Ctrl-C reaches the C++ compiler too, whose end looks like an error here.
+            if not self.stop_requested:
+                raise
         synchronize(self.device)
         self.warmup_seconds += time.perf_counter() - start
 

@@ -1,0 +1,159 @@
+"""What the tools share: the entry point, tables, the bar chart, the record of a benchmark."""
+
+import importlib.metadata
+import itertools
+import os
+import shlex
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import tyro
+
+from leanrl.support.errors import UsageError
+from leanrl.support.run import machine_facts, write_json_atomically
+
+Args = TypeVar("Args")
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart; the one too pale for lines left out.
+COLORS = ("#7f7f7f", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
+
+
+def run_tool(main: Callable[[Args], int | None], args_type: type[Args]) -> None:
+    """Entry point of every tool: parses the command line, calls ``main(args)`` and exits with what it returns.
+
+    The module's docstring is the help text. A UsageError becomes one line on stderr and exit code 2; Ctrl-C becomes
+    exit code 130 without a traceback. SIGTERM and a closed terminal unwind the tool too, so that it can end what it
+    has started.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+    module = sys.modules[main.__module__]
+    tool = Path(module.__file__).stem
+    try:
+        args = tyro.cli(args_type, prog=f"python -m leanrl.tools.{tool}", description=module.__doc__)
+        raise SystemExit(main(args))
+    except UsageError as error:
+        print(f"{tool}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print(f"\n{tool}: interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def fresh_folder(runs_dir: str, tool: str) -> Path:
+    """A new folder's name for one call of a tool: ``RUNS_DIR/TOOL/TIME``."""
+    return Path(runs_dir) / tool / time.strftime("%Y%m%d-%H%M%S")
+
+
+def benchmark_record(tool: str, device: torch.device, packages: Sequence[str] = ()) -> dict:
+    """How a benchmark was made: the command, when, and on what machine, with the versions of ``packages`` too."""
+    machine = machine_facts(device)
+    # Of this process, which measures nothing; each run's args.json has its own.
+    del machine["torch_threads"]
+    machine["versions"] |= {name: importlib.metadata.version(name) for name in packages}
+    return {
+        "tool": tool,
+        "command": shlex.join(["python", "-m", f"leanrl.tools.{tool}", *sys.argv[1:]]),
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "load_average": os.getloadavg(),
+        "machine": machine,
+    }
+
+
+def describe_machine(machine: dict) -> str:
+    """``AMD EPYC 9555, 2 cores, torch 2.13.0``: one line for tables and pictures."""
+    return f"{machine['device_name']}, {machine['cpu_cores']} cores, torch {machine['versions']['torch']}"
+
+
+def write_results(out: Path, tool: str, record: dict, text: str, figure) -> None:
+    """Writes ``TOOL.json``, ``table.md`` and ``TOOL.png`` into ``out``, and prints the table and where they are."""
+    out.mkdir(parents=True, exist_ok=True)
+    write_json_atomically(out / f"{tool}.json", record)
+    (out / "table.md").write_text(text + "\n")
+    figure.savefig(out / f"{tool}.png")
+    print(f"\n{text}\n\nJSON:    {out / f'{tool}.json'}\npicture: {out / f'{tool}.png'}")
+
+
+def plural(noun: str, items: Sequence) -> str:
+    """``seed 1``, ``seeds 1 2``: a noun and the items it counts."""
+    return f"{noun}{'s' if len(items) != 1 else ''} {' '.join(map(str, items))}"
+
+
+# ------------------------------------------------------------------------------------------------------------ TABLES
+
+
+def mean_std(values: Sequence[float], digits: int = 0) -> str:
+    """``7,850 ± 120``: the mean, and from two values on the sample standard deviation; ``-`` for none."""
+    if not values:
+        return "-"
+    mean = f"{statistics.fmean(values):,.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):,.{digits}f}"
+
+
+def failure_note(failures: Sequence[str]) -> str:
+    """`` (2 failed: exit 1, signal 9)``, or nothing."""
+    return f" ({len(failures)} failed: {', '.join(dict.fromkeys(failures))})" if failures else ""
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A pipe table whose columns line up on a terminal too: the first to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        first, *others = (
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        return "| " + " | ".join((first, *others)) + " |"
+
+    rule = ["-" * widths[0]] + ["-" * (width - 1) + ":" for width in widths[1:]]
+    return "\n".join([line(header), line(rule), *(line(row) for row in rows)])
+
+
+# ---------------------------------------------------------------------------------------------------------- PICTURES
+
+
+def draw_bars(
+    axes,
+    labels: Sequence[str],
+    lengths: Sequence[float | None],
+    points: Sequence[list[float]],
+    notes: Sequence[str],
+    title: str,
+) -> None:
+    """Horizontal bars, the first on top, with a dot for each of the row's ``points`` where it has several.
+
+    The label stands above its bar and the note at its end, so that nothing overlaps however long they are, and the
+    bars serve as the legend of the figure. A row of length None is marked as failed.
+    """
+    longest = max(itertools.chain(*points), default=1.0)
+    rows = zip(labels, lengths, points, notes, itertools.cycle(COLORS))
+    for i, (label, length, dots, note, color) in enumerate(rows):
+        axes.text(0.005 * longest, i - 0.27, label, va="bottom", fontsize=10)
+        axes.barh(i, length or 0.0, height=0.42, color=color)
+        if len(dots) > 1:
+            axes.plot(dots, [i] * len(dots), "o", color="black", markersize=3.5, alpha=0.6)
+        end = max(dots, default=0.0) + 0.02 * longest
+        axes.text(end, i, "failed" if length is None else note, va="center", fontsize=10, fontweight="bold")
+    # Room for the notes, which begin where the bars end.
+    axes.set_xlim(0, 1.65 * longest)
+    axes.set_ylim(len(labels) - 0.55, -0.75)
+    axes.set_yticks([])
+    axes.set_title(title, loc="left")
+    clean(axes)
+
+
+def clean(axes) -> None:
+    """Removes what carries no information; few ticks on the x-axis, thousands with commas."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.xaxis.get_major_locator().set_params(nbins=6)
+    axes.xaxis.set_major_formatter("{x:,.10g}")
+    axes.grid(axis="x", alpha=0.25)
+    axes.set_axisbelow(True)

@@ -1,0 +1,190 @@
+"""Compares training scripts, in any modes and over any seeds: one table, one picture, one JSON.
+
+Every run is a process of its own, one at a time; the order turns around from seed to seed. Speed is each script's own
+measure: environment steps per second of wall clock after warm-up. Flags after -- are passed to every script.
+
+    python -m leanrl.tools.compare
+    python -m leanrl.tools.compare --seeds 1 2 3 -- --env-id Hopper-v5
+    python -m leanrl.tools.compare --scripts ppo_continuous_action_torchcompile:eager \\
+        ppo_continuous_action_torchcompile:compile+cudagraphs --total-timesteps 1000000
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import tyro
+
+from leanrl.tools.common import (
+    COLORS,
+    benchmark_record,
+    clean,
+    describe_machine,
+    draw_bars,
+    failure_note,
+    fresh_folder,
+    markdown_table,
+    mean_std,
+    plural,
+    run_tool,
+    write_results,
+)
+from leanrl.tools.trials import (
+    Trial,
+    check_script_args,
+    contenders_of,
+    measured,
+    require_distinct,
+    run_trials,
+    sps_ratios,
+    target_device,
+)
+
+
+@dataclass
+class Args:
+    scripts: tuple[str, ...] = ("ppo_continuous_action", "ppo_continuous_action_torchcompile")
+    """SCRIPT[:MODE] each; MODE is eager, compile, cudagraphs or compile+cudagraphs, without it every mode that this
+    machine has"""
+    seeds: tuple[int, ...] = (1,)
+    """every script runs once with each"""
+    total_timesteps: int = 102_400
+    """environment steps of a run"""
+    reference_timesteps: int = 40_960
+    """environment steps at which the eager references stop, which are slow; never more than --total-timesteps"""
+    runs_dir: str = "runs"
+    """folder of the default --out"""
+    out: str | None = None
+    """folder for the results and the run directories; by default RUNS_DIR/compare/TIME"""
+    script_args: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="-- FLAGS")] = ()
+    """flags for every script"""
+
+
+def main(args: Args) -> int:
+    require_distinct(args, "scripts", "seeds")
+    check_script_args(args.script_args)
+    device = target_device(args.script_args)
+    contenders = contenders_of(
+        args.scripts,
+        "scripts",
+        device,
+        fast_flags=[f"--total-timesteps={args.total_timesteps}", *args.script_args],
+        reference_flags=[
+            f"--total-timesteps={min(args.total_timesteps, args.reference_timesteps)}",
+            *args.script_args,
+        ],
+    )
+    out = Path(args.out) if args.out else fresh_folder(args.runs_dir, "compare")
+
+    trials = run_trials(contenders, args.seeds, out / "runs")
+
+    rows = summarize(trials, [contender.label for contender in contenders])
+    record = {**benchmark_record("compare", device), "rows": rows, "runs": [asdict(trial) for trial in trials]}
+    text = f"{title(record)}\n\n{render_table(rows)}"
+    write_results(out, "compare", record, text, draw(record, trials))
+    return 1 if any(trial.failure for trial in trials) else 0
+
+
+def summarize(trials: Sequence[Trial], labels: Sequence[str]) -> list[dict]:
+    """One row a contender: what was measured in each of its runs that did not fail, and why the others did."""
+    return [
+        {
+            "mode": label,
+            **{
+                key: list(measured(trials, label, key).values())
+                for key in ("sps", "warmup_seconds", "episodic_return", "global_step")
+            },
+            "speedup": sps_ratios(trials, label, baseline=labels[0]),
+            "failures": [trial.failure for trial in trials if trial.label == label and trial.failure],
+        }
+        for label in labels
+    ]
+
+
+def render_table(rows: Sequence[dict]) -> str:
+    """The rows as a markdown table in the manner of LeanRL's README, with its legend."""
+    cells = [
+        (
+            row["mode"] + failure_note(row["failures"]),
+            mean_std(row["sps"]),
+            mean_std(row["warmup_seconds"], digits=1),
+            mean_std(row["speedup"], digits=2) + ("x" if row["speedup"] else ""),
+            mean_std(row["episodic_return"]),
+            mean_std(row["global_step"][:1]),
+        )
+        for row in rows
+    ]
+    table = markdown_table(("mode", "sps", "warm-up s", "speed-up", "return reached", "steps"), cells)
+    legend = "sps: environment steps per second after warm-up; return reached: mean of the last 100 training episodes."
+    if any(len(row["sps"]) > 1 for row in rows):
+        legend += " Mean ± standard deviation over seeds."
+    return f"{table}\n\n{legend}"
+
+
+def title(record: dict) -> str:
+    """What was run, and on what: ``HalfCheetah-v5, seeds 1 2, AMD EPYC ...``."""
+    env_ids = sorted({run["args"]["args"]["env_id"] for run in record["runs"] if run["args"]})
+    seeds = sorted({run["seed"] for run in record["runs"]})
+    return ", ".join([*env_ids, plural("seed", seeds), describe_machine(record["machine"])])
+
+
+def learning_curve(trial: Trial, x_key: str) -> tuple[list[float], list[float]]:
+    """The log points of a run at which episodes had ended: ``x_key`` and the mean return of those episodes."""
+    points = [row for row in trial.metrics if row.get("charts/episodic_return") is not None]
+    return [row[x_key] for row in points], [row["charts/episodic_return"] for row in points]
+
+
+def mean_curve(curves: Sequence[tuple[list[float], list[float]]]) -> tuple[np.ndarray, np.ndarray]:
+    """The mean of curves over the range that they share, by linear interpolation."""
+    start, end = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
+    grid = np.linspace(start, end, num=max(len(x) for x, _ in curves))
+    return grid, np.mean([np.interp(grid, x, y) for x, y in curves], axis=0)
+
+
+def draw(record: dict, trials: Sequence[Trial]):
+    """The figure: bars of sps; episodic return against steps; the same against wall clock."""
+    # Not pyplot, which would look for a screen.
+    from matplotlib.figure import Figure
+
+    rows = record["rows"]
+    figure = Figure(figsize=(16, max(4.8, 1.6 + 0.75 * len(rows))), layout="constrained", dpi=120)
+    bars, steps, clock = figure.subplots(1, 3, width_ratios=(1.15, 1, 1))
+    notes = [f"{mean_std(row['sps'])}  ({np.mean(row['speedup']):.1f}x)" if row["speedup"] else "" for row in rows]
+    draw_bars(
+        bars,
+        labels=[row["mode"] for row in rows],
+        lengths=[np.mean(row["sps"]) if row["sps"] else None for row in rows],
+        points=[row["sps"] for row in rows],
+        notes=notes,
+        title="Environment steps per second",
+    )
+    draw_returns(steps, trials, rows, "global_step", "environment steps")
+    draw_returns(clock, trials, rows, "charts/wall_seconds", "seconds of wall clock, warm-up included")
+    figure.suptitle(title(record), fontsize=12)
+    return figure
+
+
+def draw_returns(axes, trials: Sequence[Trial], rows: Sequence[dict], x_key: str, x_label: str) -> None:
+    """Episodic return against ``x_key``: the mean over seeds in bold, each seed thin, colours as in the bars."""
+    for row, color in zip(rows, itertools.cycle(COLORS)):
+        curves = [learning_curve(t, x_key) for t in trials if t.label == row["mode"] and not t.failure]
+        curves = [curve for curve in curves if curve[0]]
+        if len(curves) > 1:
+            for curve in curves:
+                axes.plot(*curve, color=color, linewidth=0.8, alpha=0.3)
+        if curves:
+            x, y = mean_curve(curves)
+            axes.plot(x, y, color=color, linewidth=2, marker="." if len(x) < 10 else "")
+    if not axes.lines:
+        axes.text(0.5, 0.5, "no episode ended", transform=axes.transAxes, ha="center", color="gray")
+    axes.set_title("Episodic return in training, colours as in the bars", loc="left")
+    axes.set_xlabel(x_label)
+    axes.set_xlim(left=0)
+    clean(axes)
+
+
+if __name__ == "__main__":
+    run_tool(main, Args)

@@ -1,0 +1,97 @@
+"""Plays saved models: whole episodes with the deterministic policy that training ended with.
+
+A run saves its model when it is trained with --save-model. The same seed gives the same returns.
+
+    python -m leanrl.tools.evaluate runs/Hopper-v5__ppo_continuous_action__1__1700000000
+    python -m leanrl.tools.evaluate runs/* --episodes 100 --seed 7
+    python -m leanrl.tools.evaluate runs/my_run --episodes 1 --capture-video
+
+The returns are printed and written to RUN_DIR/evaluation.json.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from tqdm import tqdm
+
+from leanrl.support.cli import read_args_json
+from leanrl.support.errors import UsageError, require_at_least
+from leanrl.support.evaluation import play
+from leanrl.support.run import write_json_atomically
+from leanrl.tools.common import markdown_table, mean_std, run_tool
+
+
+@dataclass
+class Args:
+    run_dirs: tyro.conf.Positional[tuple[Path, ...]]
+    """run directories that hold a model.pt"""
+    episodes: int = 10
+    """episodes of each model"""
+    seed: int = 0
+    """seed of the evaluation environment, which no training environment has"""
+    capture_video: bool = False
+    """write the first episode of each model as mp4 into its run directory"""
+
+
+def evaluate(run_dir: Path, args: Args) -> dict:
+    """Plays one model, writes ``RUN_DIR/evaluation.json`` and returns its content."""
+    video = run_dir / "videos" / f"evaluation_seed{args.seed}.mp4" if args.capture_video else None
+
+    def progress(episodes: range) -> tqdm:
+        # disable=None: only on a terminal.
+        return tqdm(episodes, desc=run_dir.resolve().name, unit="episode", leave=False, disable=None)
+
+    try:
+        returns = play(run_dir, args.episodes, args.seed, video, progress)
+        run = read_args_json(run_dir)
+        evaluation = {
+            "script": run["script"],
+            "env_id": run["args"]["env_id"],
+            "seed": args.seed,
+            "episodes": args.episodes,
+            "returns": returns,
+            "video": str(video.relative_to(run_dir)) if video else None,
+        }
+        write_json_atomically(run_dir / "evaluation.json", evaluation)
+    except OSError as error:
+        raise UsageError(f"{run_dir}: cannot be written ({error})") from None
+    return evaluation
+
+
+def main(args: Args) -> int:
+    """Evaluates one model after the other; 0 if all could be played, 2 if any could not."""
+    require_at_least(args, 1, "episodes")
+    require_at_least(args, 0, "seed")
+    if not args.run_dirs:
+        raise UsageError("name at least one run directory")
+    rows, failures = [], 0
+    for run_dir in args.run_dirs:
+        try:
+            evaluation = evaluate(run_dir, args)
+        except UsageError as error:
+            # One run of many that has no model should not cost the results of the others.
+            print(f"evaluate: {error}", file=sys.stderr)
+            failures += 1
+            continue
+        returns = evaluation["returns"]
+        rows.append(
+            [
+                run_dir.resolve().name,
+                evaluation["env_id"],
+                f"{len(returns)}",
+                mean_std(returns, 1),
+                f"{min(returns):,.1f}",
+                f"{max(returns):,.1f}",
+            ]
+        )
+        if evaluation["video"]:
+            print(f"video: {run_dir / evaluation['video']}")
+    if rows:
+        print(markdown_table(("run", "environment", "episodes", "return, mean ± std", "min", "max"), rows))
+    return 2 if failures else 0
+
+
+if __name__ == "__main__":
+    run_tool(main, Args)

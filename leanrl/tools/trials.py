@@ -1,0 +1,278 @@
+"""Running contenders (a training script in one mode, or a peer's library) in turn, and reading what they leave."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from leanrl.support.devices import resolve_device
+from leanrl.support.envs import near_names
+from leanrl.support.errors import UsageError, bad
+from leanrl.support.tracking import read_metrics
+
+SCRIPTS = Path(__file__).parents[1]
+REPOSITORY = SCRIPTS.parent
+
+LEVERS = ("compile", "cudagraphs")
+"""What a mode switches on; the mode with none of them is ``eager``."""
+
+RESERVED_FLAGS = ("--total-timesteps", "--seed", "--run-name", "--runs-dir", "--compile", "--cudagraphs", "--resume")
+"""Flags of the scripts that a tool sets."""
+
+# A child asked to stop finishes its update first, or its compilation; past this it is killed.
+STOP_SECONDS = 20
+
+
+@dataclass(frozen=True)
+class Contender:
+    """What is measured: one row of a table."""
+
+    label: str
+    command: tuple[str, ...]
+    """without --seed, --run-name and --runs-dir"""
+
+
+@dataclass
+class Trial:
+    """One run of a contender; what it left in its run directory is empty where it failed."""
+
+    label: str
+    seed: int
+    command: list[str]
+    run_dir: str
+    exit_code: int
+    summary: dict = field(default_factory=dict)
+    args: dict = field(default_factory=dict)
+    metrics: list[dict] = field(default_factory=list)
+    """the log points without losses"""
+
+    @property
+    def failure(self) -> str | None:
+        """Why this trial does not count, None where it does."""
+        if self.exit_code:
+            return f"exit {self.exit_code}" if self.exit_code > 0 else f"signal {-self.exit_code}"
+        if not self.summary:
+            return "no summary.json"
+        return "interrupted" if self.summary["interrupted"] else None
+
+
+# ------------------------------------------------------------------------------------------------------------ ENTRIES
+
+
+def takes_modes(script: str) -> bool:
+    """Whether a script has ``--compile`` and ``--cudagraphs``: the fast rungs and the distributed scripts do."""
+    return script.endswith("_torchcompile") or script.startswith("cleanba_")
+
+
+def parse_entry(entry: str, name: str) -> tuple[str, frozenset[str] | None]:
+    """``SCRIPT[:MODE]`` -> the script, and the levers that MODE switches on (None without MODE).
+
+    Args:
+        entry: what was typed.
+        name: of the tool's field that it was typed for.
+
+    Raises:
+        UsageError: no such script or mode, or a mode for a script that has none.
+    """
+    script, colon, mode = entry.partition(":")
+    known = sorted(path.stem for path in SCRIPTS.glob("[!_]*.py"))
+    if script not in known:
+        raise bad(name, entry, f"no such script{near_names(script, known) or '; there are ' + ', '.join(known)}")
+    if not colon:
+        return script, None
+    levers = frozenset(mode.split("+")) if mode != "eager" else frozenset()
+    if not levers <= set(LEVERS):
+        raise bad(name, entry, f"no such mode; it must be eager, {', '.join(LEVERS)} or {'+'.join(LEVERS)}")
+    if levers and not takes_modes(script):
+        raise bad(name, entry, f"an eager reference has no such mode; try {script}_torchcompile:{mode}")
+    return script, levers
+
+
+def lack(levers: frozenset[str], device: torch.device) -> str | None:
+    """Why this machine cannot run in that mode on ``device``, with the remedy; None where it can."""
+    try:
+        resolve_device(SimpleNamespace(device=str(device), **{lever: lever in levers for lever in LEVERS}))
+    except UsageError as error:
+        return str(error)
+    return None
+
+
+def modes_of(script: str, device: torch.device) -> list[frozenset[str]]:
+    """Every mode of ``script`` that this machine has, plainest first; a missing compiler is told in one line."""
+    modes = [frozenset()]
+    if takes_modes(script):
+        modes.append(frozenset({"compile"}))
+        if device.type == "cuda":
+            modes += [frozenset({"cudagraphs"}), frozenset(LEVERS)]
+        if reason := lack(frozenset({"compile"}), device):
+            print(f"leaving out {script} --compile: {reason}", flush=True)
+            modes = [mode for mode in modes if "compile" not in mode]
+    return modes
+
+
+def target_device(script_args: Sequence[str]) -> torch.device:
+    """Where scripts will run that are given these flags. UsageError if there is no such device."""
+    words = " ".join(script_args).replace("=", " ").split()
+    name = words[words.index("--device") + 1] if "--device" in words[:-1] else "auto"
+    return resolve_device(SimpleNamespace(device=name))
+
+
+def contenders_of(
+    entries: Sequence[str],
+    name: str,
+    device: torch.device,
+    fast_flags: Sequence[str],
+    reference_flags: Sequence[str],
+) -> list[Contender]:
+    """One contender for each entry, or for each of the machine's modes where an entry names none.
+
+    Args:
+        entries: ``SCRIPT[:MODE]`` each.
+        name: of the tool's field that holds them.
+        device: where they will run.
+        fast_flags: for scripts that take modes; the others get ``reference_flags``.
+
+    Raises:
+        UsageError: a bad entry, the same one twice, or a mode that this machine lacks.
+    """
+    contenders = []
+    for entry in entries:
+        script, levers = parse_entry(entry, name)
+        if levers is not None and (reason := lack(levers, device)):
+            raise bad(name, entry, reason)
+        for mode in modes_of(script, device) if levers is None else [levers]:
+            command = [sys.executable, str(SCRIPTS / f"{script}.py")]
+            if takes_modes(script):
+                command += [f"--{lever}" if lever in mode else f"--no-{lever}" for lever in LEVERS]
+            command += fast_flags if takes_modes(script) else reference_flags
+            label = " ".join([script, *(f"--{lever}" for lever in LEVERS if lever in mode)])
+            contenders.append(Contender(label, tuple(command)))
+    labels = [contender.label for contender in contenders]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise bad(name, " ".join(entries), f"{label} is named more than once")
+    return contenders
+
+
+def check_script_args(script_args: Sequence[str], reserved: Sequence[str] = ()) -> None:
+    """UsageError where words after ``--`` are no flags, or RESERVED_FLAGS or ``reserved``, which the tool sets."""
+    if script_args and not script_args[0].startswith("-"):
+        raise UsageError(
+            f"{script_args[0]}: not a flag; name scripts after a flag of this tool, and their flags after --"
+        )
+    for word in script_args:
+        if word.split("=")[0].replace("_", "-").replace("--no-", "--") in (*RESERVED_FLAGS, *reserved):
+            raise UsageError(f"-- {word}: is set by this tool itself, see --help")
+
+
+def require_distinct(args, *names: str) -> None:
+    """UsageError unless every named field of ``args`` has a value at least, and none twice."""
+    for name in names:
+        values = getattr(args, name)
+        if not values or len(set(values)) < len(values):
+            raise bad(name, " ".join(map(str, values)), "needs at least one, and none twice")
+
+
+# ------------------------------------------------------------------------------------------------------------ RUNNING
+
+
+def alternate(contenders: Sequence[Contender], seeds: Sequence[int]) -> list[tuple[Contender, int]]:
+    """The order of the runs: A B C, then C B A, ... so that a machine that slows down favours none of them."""
+    order = []
+    for i, seed in enumerate(seeds):
+        order += [(contender, seed) for contender in (contenders if i % 2 == 0 else reversed(contenders))]
+    return order
+
+
+def run_trials(contenders: Sequence[Contender], seeds: Sequence[int], runs_dir: Path) -> list[Trial]:
+    """Runs every contender with every seed, one at a time, on this terminal; a failed one does not stop the others.
+
+    Raises:
+        SystemExit: with code 2, where a run ends with that code: bad input, which it has told in one line.
+    """
+    trials = []
+    order = alternate(contenders, seeds)
+    for position, (contender, seed) in enumerate(order, start=1):
+        print(f"[{position}/{len(order)}] {contender.label}, seed {seed}", flush=True)
+        trial = run_trial(contender, seed, runs_dir)
+        if trial.exit_code == 2:
+            raise SystemExit(2)
+        if trial.failure:
+            print(f"{trial.label}, seed {seed}: failed ({trial.failure})", file=sys.stderr, flush=True)
+        trials.append(trial)
+    return trials
+
+
+def run_trial(contender: Contender, seed: int, runs_dir: Path) -> Trial:
+    """Runs one contender to its end, in a run directory of its own, and reads that."""
+    name = re.sub(r"[^A-Za-z0-9]+", "_", contender.label).strip("_")
+    # With the time, so that a second call may use the same folder.
+    run_name = f"{name}__seed{seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    flags = ["--seed", str(seed), "--run-name", run_name, "--runs-dir", str(runs_dir)]
+    trial = Trial(contender.label, seed, [*contender.command, *flags], str(runs_dir / run_name), exit_code=0)
+    trial.exit_code = run_child(trial.command)
+    trial.summary = read_json(Path(trial.run_dir) / "summary.json")
+    trial.args = read_json(Path(trial.run_dir) / "args.json")
+    trial.metrics = [
+        {key: value for key, value in point.items() if key == "global_step" or key.startswith("charts/")}
+        for point in read_metrics(Path(trial.run_dir))
+    ]
+    return trial
+
+
+def run_child(command: Sequence[str]) -> int:
+    """Runs ``command`` on this terminal and returns its exit code; it does not outlive this call."""
+    path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+    # In a process group of its own, Ctrl-C reaches the child through `stop` only: not while it imports, which would
+    # print a traceback, and not the compilers that it has started.
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path}, process_group=0)
+    try:
+        return child.wait()
+    finally:
+        if child.poll() is None:
+            stop(child)
+
+
+def stop(child: subprocess.Popen) -> None:
+    """Asks a child to stop, waits, and kills it and what it started if that takes long or on a second Ctrl-C."""
+    child.terminate()
+    try:
+        child.wait(STOP_SECONDS)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+def read_json(path: Path) -> dict:
+    """The object in a JSON file; empty where there is no such file."""
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+# ------------------------------------------------------------------------------------------------------------ RESULTS
+
+
+def measured(trials: Sequence[Trial], label: str, key: str) -> dict[int, float]:
+    """``summary[key]`` of a contender by seed, of the trials that did not fail and have such a number."""
+    return {
+        trial.seed: trial.summary[key]
+        for trial in trials
+        if trial.label == label and not trial.failure and trial.summary[key] is not None
+    }
+
+
+def sps_ratios(trials: Sequence[Trial], label: str, baseline: str) -> list[float]:
+    """How many times as fast as ``baseline`` a contender is, for each seed that both have run.
+
+    Ratios within a seed, because runs of one seed lie close together in time and the machine's speed drifts.
+    """
+    sps, base = measured(trials, label, "sps"), measured(trials, baseline, "sps")
+    return [sps[seed] / base[seed] for seed in sps if seed in base]

@@ -1,0 +1,58 @@
+"""Options, markers and the fixtures that several test files share."""
+
+import pytest
+import torch
+from scripts import SCRIPTS, TINY, run, start_process
+
+
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="also run the tests marked long")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if "cuda" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if not config.getoption("--all"):
+        long = [item for item in items if "long" in item.keywords]
+        if long:
+            config.hook.pytest_deselected(items=long)
+            items[:] = [item for item in items if "long" not in item.keywords]
+
+
+@pytest.fixture(autouse=True)
+def no_restart(monkeypatch):
+    """Tests under torchrun or SLURM are no restarted runs."""
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+
+
+@pytest.fixture(scope="session", params=SCRIPTS)
+def script(request):
+    """Each training script in turn."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def finished_run(script, tmp_path_factory):
+    """The directory of a tiny run of ``script``, 30 updates, seed 1. Copy it before changing it."""
+    folder = tmp_path_factory.mktemp("finished")
+    assert run(script, *TINY, "--total-timesteps", 1920, "--runs-dir", folder, "--run-name", "run") == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def start():
+    """``start_process``, less what is still running at the end of the test."""
+    processes = []
+
+    def start(*args, **kwargs):
+        processes.append(start_process(*args, **kwargs))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.wait()

@@ -1,0 +1,258 @@
+"""tools/evaluate and support/evaluation: a saved model plays as its policy does, a bad one is told in one line."""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import gymnasium as gym
+import imageio.v2 as imageio
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from scripts import SCRIPTS, TINY, run
+
+from leanrl.ppo_continuous_action import Agent
+from leanrl.support import evaluation
+from leanrl.support.errors import UsageError
+from leanrl.tools import evaluate
+from leanrl.tools.common import run_tool
+
+
+@pytest.fixture(scope="session", params=[script for script in SCRIPTS if script.startswith("ppo_continuous")])
+def trained(request, tmp_path_factory):
+    """A tiny training run on Hopper, whose episodes are short, with its model."""
+    folder = tmp_path_factory.mktemp("trained")
+    assert run(request.param, *TINY, "--total-timesteps=512", "--save-model", "--runs-dir", folder, "--run-name=a") == 0
+    return folder / "a"
+
+
+@pytest.fixture
+def run_dir(trained, tmp_path):
+    """A copy of the training run, to change."""
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def untrained(run_dir: Path, env_id: str) -> Path:
+    """A run directory with a random policy for ``env_id``."""
+    torch.manual_seed(0)
+    with gym.make(env_id) as env:
+        obs_dim, action_dim = env.observation_space.shape[0], env.action_space.shape[0]
+    model = {
+        "agent": Agent(obs_dim, action_dim).state_dict(),
+        "obs_rms": {"mean": torch.zeros(obs_dim), "var": torch.ones(obs_dim)},
+    }
+    facts = {"script": "ppo_continuous_action", "args": {"env_id": env_id}}
+    run_dir.mkdir()
+    (run_dir / "args.json").write_text(json.dumps(facts))
+    torch.save({**facts, "model": model}, run_dir / "model.pt")
+    return run_dir
+
+
+def evaluate_cli(monkeypatch, *flags) -> int:
+    """Calls the tool in this process as its command line would; returns the exit code."""
+    monkeypatch.setattr(sys, "argv", ["evaluate", *map(str, flags)])
+    with pytest.raises(SystemExit) as end:
+        run_tool(evaluate.main, evaluate.Args)
+    return end.value.code
+
+
+def returns_of(run_dir: Path) -> list[float]:
+    return json.loads((run_dir / "evaluation.json").read_text())["returns"]
+
+
+def play_by_hand(run_dir: Path, env_id: str, seed: int, episodes: int) -> tuple[list[float], list[int]]:
+    """Returns and lengths of the saved policy's mean actions in plain Gymnasium, no code of ours in the loop."""
+    model = torch.load(run_dir / "model.pt", weights_only=True)["model"]
+    weights, rms = model["agent"], model["obs_rms"]
+
+    def act(obs: np.ndarray) -> np.ndarray:
+        x = ((torch.as_tensor(obs) - rms["mean"]) / (rms["var"] + 1e-8).sqrt()).clamp(-10, 10).float()
+        for layer in ("actor_mean.0", "actor_mean.2", "actor_mean.4"):
+            x = F.linear(x if layer.endswith("0") else x.tanh(), weights[f"{layer}.weight"], weights[f"{layer}.bias"])
+        return np.clip(x.numpy(), env.action_space.low, env.action_space.high)
+
+    env = gym.make(env_id)
+    env_seed = int(np.random.SeedSequence([seed, 1_000_000]).generate_state(1)[0] >> 1)
+    returns, lengths = [], []
+    for episode in range(episodes):
+        obs, _ = env.reset(seed=env_seed if episode == 0 else None)
+        rewards, over = [], False
+        while not over:
+            obs, reward, terminated, truncated, _ = env.step(act(obs))
+            rewards.append(float(reward))
+            over = terminated or truncated
+        returns.append(sum(rewards))
+        lengths.append(len(rewards))
+    return returns, lengths
+
+
+# ------------------------------------------------------------------------------------------------------------ RETURNS
+
+
+def test_the_same_seed_gives_the_same_returns(run_dir, monkeypatch, capsys):
+    results = []
+    for seed in (0, 0, 1):
+        assert evaluate_cli(monkeypatch, run_dir, "--episodes", 3, "--seed", seed) == 0
+        results.append(returns_of(run_dir))
+    first, again, other = results
+    assert first == again != other
+    assert len(first) == 3 == len(set(first))
+
+    content = json.loads((run_dir / "evaluation.json").read_text())
+    trained_by = json.loads((run_dir / "args.json").read_text())["script"]
+    assert {**content, "returns": other} == content
+    assert (content["script"], content["env_id"]) == (trained_by, "Hopper-v5")
+    assert (content["seed"], content["episodes"], content["video"]) == (1, 3, None)
+    printed = capsys.readouterr().out
+    assert f"{np.mean(first):,.1f} ± {np.std(first, ddof=1):,.1f}" in printed
+    assert f"{min(first):,.1f}" in printed and f"{max(first):,.1f}" in printed
+
+
+def test_returns_are_those_of_a_rollout_by_hand(trained):
+    expected, lengths = play_by_hand(trained, "Hopper-v5", seed=4, episodes=4)
+    assert min(lengths) > 1
+    np.testing.assert_allclose(evaluation.play(trained, 4, seed=4), expected, rtol=1e-6)
+
+
+def test_an_episode_ends_at_its_time_limit(tmp_path):
+    run_dir = untrained(tmp_path / "reacher", "Reacher-v5")
+    expected, lengths = play_by_hand(run_dir, "Reacher-v5", seed=0, episodes=3)
+    assert lengths == [50, 50, 50]
+    np.testing.assert_allclose(evaluation.play(run_dir, 3), expected, rtol=1e-6)
+
+
+def test_many_runs_one_without_a_model(run_dir, tmp_path, monkeypatch, capsys):
+    shutil.copytree(run_dir, tmp_path / "bare", ignore=shutil.ignore_patterns("model.pt"))
+    reacher = untrained(tmp_path / "reacher", "Reacher-v5")
+    assert evaluate_cli(monkeypatch, run_dir, tmp_path / "bare", reacher, "--episodes", 1) == 2
+    out, err = capsys.readouterr()
+    assert err == f"evaluate: {tmp_path}/bare: has no model.pt; train with --save-model\n"
+    assert [line.split("|")[2].strip() for line in out.splitlines()[2:]] == ["Hopper-v5", "Reacher-v5"]
+
+
+# ------------------------------------------------------------------------------------------------------------- ERRORS
+
+
+def one_line(monkeypatch, capsys, *flags) -> str:
+    """What the tool says on stderr as it exits with code 2, having written nothing."""
+    assert evaluate_cli(monkeypatch, *flags) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
+    return line
+
+
+def save(run_dir: Path, **changes) -> None:
+    """Changes the saved model's content."""
+    torch.save({**torch.load(run_dir / "model.pt", weights_only=True), **changes}, run_dir / "model.pt")
+
+
+def test_what_is_no_run_directory(tmp_path, monkeypatch, capsys):
+    assert one_line(monkeypatch, capsys, tmp_path / "nowhere").endswith("not a run directory (it has no args.json)")
+    assert one_line(monkeypatch, capsys, tmp_path).endswith("not a run directory (it has no args.json)")
+    (tmp_path / "args.json").write_text("{}")
+    assert "args.json" in one_line(monkeypatch, capsys, tmp_path)
+    assert "args.json" in one_line(monkeypatch, capsys, tmp_path / "args.json")
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"PK\x03\x04 torn"])
+def test_a_damaged_model(tmp_path, monkeypatch, capsys, content):
+    run_dir = untrained(tmp_path / "run", "Hopper-v5")
+    (run_dir / "model.pt").write_bytes(content)
+    assert f"{run_dir}/model.pt: damaged or not a saved model" in one_line(monkeypatch, capsys, run_dir)
+    assert not (run_dir / "evaluation.json").exists()
+
+
+def test_a_model_of_another_environment(tmp_path, monkeypatch, capsys):
+    run_dir, other = (untrained(tmp_path / env_id, env_id) for env_id in ("Hopper-v5", "Reacher-v5"))
+    shutil.copy(other / "model.pt", run_dir)
+    made_by = "was made by ppo_continuous_action on Reacher-v5, but the run is ppo_continuous_action on Hopper-v5"
+    assert made_by in one_line(monkeypatch, capsys, run_dir)
+    # Even where it claims to be the run's own.
+    save(run_dir, args={"env_id": "Hopper-v5"})
+    assert "does not fit ppo_continuous_action" in one_line(monkeypatch, capsys, run_dir)
+
+
+@pytest.mark.parametrize("script", ["os", "support.run", "tools.evaluate", "__init__", "../tests/conftest", ""])
+def test_a_file_cannot_choose_what_is_imported(tmp_path, monkeypatch, capsys, script):
+    run_dir = untrained(tmp_path / "run", "Hopper-v5")
+    (run_dir / "args.json").write_text(json.dumps({"script": script, "args": {"env_id": "Hopper-v5"}}))
+    save(run_dir, script=script)
+    monkeypatch.setattr(evaluation, "importlib", None)
+    assert "is not a script of this version" in one_line(monkeypatch, capsys, run_dir)
+
+
+@pytest.mark.parametrize("flags", [["--episodes=0"], ["--episodes=-3"], ["--seed=-1"]])
+def test_bad_numbers(tmp_path, monkeypatch, capsys, flags):
+    assert flags[0].split("=")[0] in one_line(monkeypatch, capsys, untrained(tmp_path / "run", "Hopper-v5"), *flags)
+
+
+def test_as_a_process(tmp_path):
+    command = [sys.executable, "-m", "leanrl.tools.evaluate", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == f"evaluate: {tmp_path}: not a run directory (it has no args.json)\n"
+
+
+# -------------------------------------------------------------------------------------------------------------- VIDEO
+
+
+@pytest.fixture(scope="session")
+def opengl():
+    try:
+        evaluation.require_video("Hopper-v5")
+    except UsageError as error:
+        pytest.skip(str(error))
+
+
+def test_video_shows_the_first_episode(opengl, tmp_path, monkeypatch, capsys):
+    run_dir = untrained(tmp_path / "run", "Hopper-v5")
+    expected, lengths = play_by_hand(run_dir, "Hopper-v5", seed=2, episodes=2)
+    assert evaluate_cli(monkeypatch, run_dir, "--episodes", 2, "--seed", 2, "--capture-video") == 0
+    # Filming changes nothing.
+    np.testing.assert_allclose(returns_of(run_dir), expected, rtol=1e-6)
+    path = run_dir / "videos" / "evaluation_seed2.mp4"
+    assert f"video: {path}" in capsys.readouterr().out
+    assert list(path.parent.iterdir()) == [path]
+
+    frames = np.stack(imageio.mimread(path, memtest=False)).astype(int)
+    # Hopper takes 125 steps a second: one frame before the first step, one after every fifth, and the last.
+    assert frames.shape == (1 + math.ceil(lengths[0] / 5), 480, 480, 3)
+    assert imageio.get_reader(path).get_meta_data()["fps"] == 25
+    assert frames[0].std() > 10
+    assert (np.abs(np.diff(frames, axis=0)).mean((1, 2, 3)) > 0).all()
+    assert np.abs(frames[-1] - frames[0]).mean() > 0.5
+
+
+def test_frames_of_odd_size(tmp_path):
+    path = tmp_path / "videos" / "odd.mp4"
+    with evaluation.mp4_writer(path, fps=30) as add_frame:
+        for shade in range(0, 200, 20):
+            add_frame(np.full((61, 47, 3), shade, np.uint8))
+        assert not path.exists()
+    frames = np.stack(imageio.mimread(path))
+    assert frames.shape == (10, 62, 48, 3)
+    np.testing.assert_allclose(frames.mean((1, 2, 3)), range(0, 200, 20), atol=3)
+
+
+def test_a_torn_video_leaves_no_file(tmp_path):
+    with pytest.raises(KeyboardInterrupt), evaluation.mp4_writer(tmp_path / "torn.mp4", fps=30) as add_frame:
+        add_frame(np.zeros((32, 32, 3), np.uint8))
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_opengl_the_remedy_is_told(tmp_path, monkeypatch, capsys):
+    def no_opengl(self):
+        raise AttributeError("'NoneType' object has no attribute 'eglQueryString'")
+
+    monkeypatch.setattr(gym.wrappers.OrderEnforcing, "render", no_opengl)
+    run_dir = untrained(tmp_path / "run", "Hopper-v5")
+    line = one_line(monkeypatch, capsys, run_dir, "--capture-video")
+    assert line.startswith("evaluate: --capture-video: cannot film Hopper-v5 here: 'NoneType' object")
+    assert "install libegl1" in line
+    assert not (run_dir / "videos").exists() and not (run_dir / "evaluation.json").exists()
