@@ -9,7 +9,7 @@ usage() {
 ./run.sh test [--all]       the test suite; --all adds what is long (learning checks, repeated kills)
 ./run.sh bench [FLAGS]      ours against Stable-Baselines3 and SBX, in turn in one run (installs them first)
 ./run.sh SCRIPT [FLAGS]     a training script, e.g. ./run.sh ppo_continuous_action_torchcompile --compile
-./run.sh TOOL [FLAGS]       compare, evaluate, plot or peers
+./run.sh TOOL [FLAGS]       compare, evaluate, plot, peers or ablate
 ./run.sh SCRIPT --help      what a script or tool takes
 
 Environment variables:

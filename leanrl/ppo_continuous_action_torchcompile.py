@@ -394,7 +394,8 @@ def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray
 def make_executables(policy_step: Callable, update: Callable, args: Args, device: torch.device):
     """``policy_step`` and ``update``, compiled and captured as the flags say."""
     if args.compile:
-        policy_step, update = CompiledStep(policy_step, device), CompiledStep(update, device)
+        policy_step = CompiledStep(policy_step, device, cpp_wrapper=False)
+        update = CompiledStep(update, device)
     if args.cudagraphs:
         policy_step = CudaGraphModule(policy_step, warmup=CUDAGRAPH_WARMUP)
         update = CudaGraphModule(update, warmup=CUDAGRAPH_WARMUP)

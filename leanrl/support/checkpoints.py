@@ -35,8 +35,8 @@ def save_atomically(obj, path: Path) -> None:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoint files in ``folder``, newest first."""
-    return sorted(folder.glob("step_*.pt"), reverse=True)
+    """Checkpoint files in ``folder``, newest first; copies under other names are nobody's business."""
+    return sorted(folder.glob(f"step_{'[0-9]' * 12}.pt"), reverse=True)
 
 
 def resumed_step(run_dir: str | None) -> int:

@@ -59,7 +59,7 @@ def read_args_json(run_dir: Path) -> dict:
         raise UsageError(f"{run_dir}: not a run directory (it has no args.json)") from None
     except (OSError, ValueError) as error:  # ValueError: neither text nor JSON
         raise UsageError(f"{run_dir}/args.json: cannot be read ({error})") from None
-    if not isinstance(content, dict) or not isinstance(content.get("args"), dict):
+    if not isinstance(content, dict) or "script" not in content or not isinstance(content.get("args"), dict):
         raise UsageError(f"{run_dir}/args.json: was not written by a training script")
     return content
 

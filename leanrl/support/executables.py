@@ -12,12 +12,12 @@ CUDAGRAPH_WARMUP = 3
 WARMUP_CALLS = CUDAGRAPH_WARMUP + 2
 
 CPU_OPTIONS = {
-    # One C++ file a graph instead of one a kernel: builds sooner, and calls its kernels without Python in between.
-    "cpp_wrapper": True,
-    # With a single file to build, precompiling PyTorch's headers takes longer than it saves.
-    "cpp_cache_precompile_headers": False,
     # Leaves out probe builds that ask whether the compiler knows AVX-512. Any that builds PyTorch's C++20 headers does.
     "cpp.vec_isa_ok": True,
+    # A graph is one or a few C++ files: starting worker processes and precompiling PyTorch's headers for them takes
+    # longer than it saves.
+    "compile_threads": 1,
+    "cpp_cache_precompile_headers": False,
     # tanh from one exp: 4 times as fast as SLEEF's, with an absolute error of one float32 rounding.
     "cpp.use_decompose_tanh": True,
 }
@@ -34,13 +34,14 @@ class CompiledStep:
         fn: takes tensors of unchanging shapes and returns one tensor. It may change tensors in place, and must have
             no other side effect.
         device: where its tensors are.
+        cpp_wrapper: (CPU) call the kernels from C++ instead of Python, which pays where they are many.
 
     Raises:
         torch._dynamo.exc.Unsupported: (first call) ``fn`` does not trace as one graph.
     """
 
-    def __init__(self, fn: Callable[..., torch.Tensor], device: torch.device) -> None:
-        self._options = compile_options(device)
+    def __init__(self, fn: Callable[..., torch.Tensor], device: torch.device, cpp_wrapper: bool = True) -> None:
+        self._options = compile_options(device, cpp_wrapper)
         self._first_call = torch.compile(fn, backend=self._backend, fullgraph=True, dynamic=False)
         self._graph: Callable | None = None
 
@@ -69,12 +70,13 @@ class CompiledStep:
         return self._graph(*inputs)[self._result]
 
 
-def compile_options(device: torch.device) -> dict:
+def compile_options(device: torch.device, cpp_wrapper: bool = True) -> dict:
     """TorchInductor's options for ``device``, those that this PyTorch knows."""
     if device.type != "cpu":
         return {}
     known = set(torch._inductor.list_options())
-    return {name: value for name, value in CPU_OPTIONS.items() if name in known}
+    options = {"cpp_wrapper": cpp_wrapper, **CPU_OPTIONS}
+    return {name: value for name, value in options.items() if name in known}
 
 
 @contextmanager

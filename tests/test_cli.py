@@ -1,0 +1,237 @@
+"""The command line: help, bad input (exit 2, one line that names the flag, nothing written), what a run records."""
+
+import dataclasses
+import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import warnings
+
+import pytest
+import torch
+from scripts import FAST_SCRIPTS, REFERENCES, SCRIPTS, TINY, files_in, run, start_process, summary
+
+COMMON_FLAGS = {
+    *("--env-id", "--total-timesteps", "--seed", "--num-envs", "--device", "--amp", "--track", "--run-name"),
+    *("--runs-dir", "--checkpoint-every", "--resume", "--save-model", "--capture-video"),
+}
+FAST_FLAGS = {"--compile", "--no-compile", "--cudagraphs", "--no-cudagraphs", "--env-backend"}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help(script, capsys):
+    assert run(script, "--help") == 0
+    text = capsys.readouterr().out
+    flags = set(re.findall(r"--[\w-]+", text))
+    assert flags >= COMMON_FLAGS
+    if script in FAST_SCRIPTS:
+        assert flags >= FAST_FLAGS
+
+
+@pytest.fixture
+def refused(script, tmp_path, capsys):
+    """Checks that ``script`` refuses flags in one line that begins with the first of ``words`` and has the others."""
+
+    def refused(flags, *words):
+        before = files_in(tmp_path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)  # they would be further lines
+            code = run(script, *flags)
+        out, err = capsys.readouterr()
+        assert code == 2, err
+        assert err.startswith(f"{script}.py: {words[0]}") and err.count("\n") == 1 and err.endswith("\n"), err
+        assert all(word in err for word in words), err
+        assert out == ""
+        assert files_in(tmp_path) == before
+
+    return refused
+
+
+SIZES = ["num_envs", "num_steps", "num_minibatches", "update_epochs", "total_timesteps", "checkpoint_every"]
+BAD_FLAGS = [
+    *[[f"--{name.replace('_', '-')}", value] for name in [*SIZES, "num_threads"] for value in ("0", "-1")],
+    *[["--gamma", value] for value in ("1.5", "-0.1", "nan")],
+    *[["--gae-lambda", value] for value in ("2.0", "-1.0", "inf")],
+    *[["--learning-rate", value] for value in ("0.0", "-1.0", "nan", "inf")],
+    *[[flag, value] for flag in ("--clip-coef", "--vf-coef", "--ent-coef", "--target-kl") for value in ("-1.0", "nan")],
+    *[["--max-grad-norm", value] for value in ("0.0", "nan")],
+    *[["--seed", value] for value in ("-1", str(2**32), "9" * 400)],
+    ["--num-minibatches", "3"],  # does not divide
+    ["--num-minibatches", "64"],  # minibatches of one
+    ["--total-timesteps", "63"],  # less than a rollout
+    *[["--device", value] for value in ("nonsense", "cuda:x", "meta", "")],
+    *[["--run-name", value] for value in ("", ".", "..", "../out", "a/b", "/abs")],
+    ["--env-id", "no such\nthing"],
+    ["--env-id", "HalfCheeta-v5"],
+    ["--env-id", "HalfCheetah-v99"],
+    ["--env-id", "HalfCheetah-v3"],
+    ["--env-id", "CartPole-v1"],
+]
+
+
+@pytest.mark.parametrize("flags", BAD_FLAGS, ids=lambda flags: " ".join(flags)[:40])
+def test_bad_values(refused, flags, tmp_path):
+    value = " ".join(flags[1].split())
+    refused([*TINY, "--runs-dir", tmp_path / "runs", *flags], f"{flags[0]} {value}: ")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_no_cuda_device(refused, tmp_path, device):
+    refused([*TINY, "--runs-dir", tmp_path / "runs", "--device", device], f"--device {device}: ", "no CUDA device")
+
+
+@pytest.mark.cuda
+def test_no_such_cuda_device(refused, tmp_path):
+    refused([*TINY, "--runs-dir", tmp_path / "runs", "--device", "cuda:99"], "--device cuda:99: ", "CUDA device(s)")
+
+
+@pytest.mark.parametrize("script", FAST_SCRIPTS)
+@pytest.mark.parametrize("modes", [["--cudagraphs"], ["--compile", "--cudagraphs"]])
+def test_cudagraphs_on_a_cpu(refused, tmp_path, modes):
+    message = "--cudagraphs needs a CUDA device; this run is on cpu\n"
+    refused([*TINY, "--runs-dir", tmp_path / "runs", *modes], message)
+
+
+@pytest.mark.parametrize("script", FAST_SCRIPTS)
+def test_compile_without_a_compiler(refused, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    refused([*TINY, "--runs-dir", tmp_path / "runs", "--compile"], "--compile ", "C++ compiler", "g++")
+
+
+@pytest.mark.parametrize("script", FAST_SCRIPTS)
+@pytest.mark.parametrize("env_id", ["HalfCheeta-v5", "CartPole-v1", "CheetahRun-v1"])
+def test_bad_environments_of_envpool(refused, tmp_path, env_id):
+    flags = [*TINY, "--runs-dir", tmp_path / "runs", "--env-backend", "envpool", "--env-id", env_id]
+    refused(flags, f"--env-id {env_id}: ")
+
+
+# root may write where permissions forbid it, but not below a file.
+@pytest.mark.parametrize("runs_dir", ["file", "file/runs", "file/deep/runs", "link/runs"])
+def test_unwritable_runs_dir(refused, tmp_path, runs_dir):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to("link")
+    refused([*TINY, "--runs-dir", tmp_path / runs_dir], f"--runs-dir {tmp_path / runs_dir}: cannot be written")
+
+
+def test_an_existing_run_is_not_overwritten(refused, finished_run, tmp_path):
+    shutil.copytree(finished_run, tmp_path / "run")
+    flags = [*TINY, "--runs-dir", tmp_path, "--run-name", "run"]
+    refused(flags, "--run-name run: ", f"--resume {tmp_path / 'run'}")
+
+
+def test_resume_of_what_is_no_run(refused, tmp_path):
+    refused(["--resume", tmp_path / "nothing"], f"--resume {tmp_path / 'nothing'}: not a run directory")
+    refused([f"--resume={tmp_path / 'nothing'}"], f"--resume {tmp_path / 'nothing'}: not a run directory")
+    (tmp_path / "empty").mkdir()
+    refused(["--resume", tmp_path / "empty"], f"--resume {tmp_path / 'empty'}: not a run directory")
+    for content in (
+        "",
+        "[]",
+        "{}",
+        '{"script": "x"',
+        '{"args": 1}',
+        '{"args": {}}',
+        '{"script": "x", "args": {"gamma": 1}}',
+        "\x00\xff",
+    ):
+        (tmp_path / "empty" / "args.json").write_text(content)
+        refused(["--resume", tmp_path / "empty"], f"--resume {tmp_path / 'empty'}")
+    refused(["--resume", tmp_path / "empty" / "args.json"], "--resume ", "not a run directory")
+
+
+def test_resume_of_another_scripts_run(refused, finished_run, script, tmp_path):
+    shutil.copytree(finished_run, tmp_path / "run")
+    facts = json.loads((tmp_path / "run" / "args.json").read_text())
+    (tmp_path / "run" / "args.json").write_text(json.dumps(facts | {"script": "other"}))
+    refused(["--resume", tmp_path / "run"], f"--resume {tmp_path / 'run'}: ", "run of other", f"script is {script}")
+
+
+CHANGES = [["--gamma", "0.5"], ["--seed", "2"], ["--env-id", "Ant-v5"], ["--num-envs", "2"], ["--no-anneal-lr"]]
+
+
+@pytest.mark.parametrize("flags", [*CHANGES, ["--run-name", "other"], ["--runs-dir", "other"]], ids=" ".join)
+def test_resume_with_what_may_not_change(refused, finished_run, tmp_path, flags):
+    shutil.copytree(finished_run, tmp_path / "run")
+    name = flags[0].replace("--no-", "--")
+    refused(["--resume", tmp_path / "run", *flags], f"{name} ", "cannot change on --resume")
+
+
+def test_resume_with_less_than_a_rollout(refused, finished_run, tmp_path):
+    shutil.copytree(finished_run, tmp_path / "run")
+    refused(["--resume", tmp_path / "run", "--total-timesteps", "32"], "--total-timesteps 32: ")
+
+
+def test_a_process_refuses_in_one_line(tmp_path):
+    """What the tests above see within this process is what a shell sees."""
+    for script, flags in [
+        (REFERENCES[0], ["--env-id", "HalfCheetah-v3"]),
+        (SCRIPTS[-1], ["--gamma", "1.5", "--env-id", "HalfCheetah"]),
+    ]:
+        process = start_process(
+            script, *flags, "--runs-dir", tmp_path / "runs", stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 2
+        assert out == "" and err.count("\n") == 1 and err.startswith(f"{script}.py: {flags[0]} {flags[1]}: "), err
+        assert not (tmp_path / "runs").exists()
+
+
+def test_args_json(finished_run, script):
+    facts = json.loads((finished_run / "args.json").read_text())
+    module = importlib.import_module(f"leanrl.{script}")
+    fields = {field.name for field in dataclasses.fields(module.Args)}
+    assert set(facts["args"]) == fields
+    assert facts["args"]["num_steps"] == 64 and facts["args"]["gamma"] == 0.99
+    assert facts["script"] == script
+    assert facts["cpu_cores"] == len(os.sched_getaffinity(0))
+    assert facts["device_name"]
+    versions = facts["versions"]
+    assert set(versions) >= {"python", "torch", "tensordict", "gymnasium", "envpool", "mujoco"}
+    assert versions["torch"] == torch.__version__
+    assert all(re.match(r"\d+\.\d+", version) for version in versions.values())
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=os.path.dirname(__file__), capture_output=True, text=True)
+    assert facts["git_commit"] == (commit.stdout.strip() or None)
+
+
+def test_no_git_is_no_error(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert run(REFERENCES[0], *TINY, "--total-timesteps=64", "--runs-dir", tmp_path, "--run-name=run") == 0
+    assert json.loads((tmp_path / "run" / "args.json").read_text())["git_commit"] is None
+
+
+SUMMARY_KEYS = [
+    *("script", "env_id", "seed", "device", "compile", "cudagraphs", "num_envs", "global_step", "optimizer_steps"),
+    *("episodes", "episodic_return", "sps", "wall_seconds", "warmup_seconds", "interrupted"),
+]
+
+
+def test_summary_json(finished_run, script):
+    result = summary(finished_run)
+    assert list(result) == SUMMARY_KEYS
+    expected = {"script": script, "env_id": "Hopper-v5", "seed": 1, "device": "cpu", "num_envs": 1}
+    expected |= {"compile": False, "cudagraphs": False, "interrupted": False}
+    expected |= {"global_step": 1920, "optimizer_steps": 30 * 1 * 4}  # iterations, epochs, minibatches
+    assert {key: result[key] for key in expected} == expected
+    assert 10 < result["episodes"] < 500 and 1 < result["episodic_return"] < 500
+    assert 0 <= result["warmup_seconds"] < result["wall_seconds"]
+    assert result["global_step"] / result["wall_seconds"] <= result["sps"]
+    assert not list(finished_run.rglob("*.tmp"))
+
+
+def test_several_environments_and_epochs(script, tmp_path):
+    flags = ["--num-envs=3", "--update-epochs=2", "--total-timesteps=999", "--no-norm-adv"]
+    assert run(script, *TINY, *flags, "--runs-dir", tmp_path, "--run-name=run") == 0
+    result = summary(tmp_path / "run")
+    # Whole rollouts of 3 * 64 steps only.
+    assert (result["global_step"], result["optimizer_steps"], result["num_envs"]) == (960, 5 * 2 * 4, 3)
+
+
+def test_default_run_name(script, tmp_path):
+    assert run(script, *TINY, "--total-timesteps=64", "--runs-dir", tmp_path / "deep" / "runs") == 0
+    (run_dir,) = (tmp_path / "deep" / "runs").iterdir()
+    assert re.fullmatch(rf"Hopper-v5__{script}__1__\d+", run_dir.name)

@@ -1,0 +1,203 @@
+"""Vector environments: NEXT_STEP autoreset as Gymnasium defines it, from both backends; seeds; refusals."""
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+from leanrl.support.envs import SerialVectorEnv, env_seeds, make_env, make_envs, require_continuous_actions
+from leanrl.support.errors import UsageError
+
+BACKENDS = ["gymnasium", "envpool"]
+
+
+def random_actions(envs, num_steps, seed=0):
+    rng = np.random.default_rng(seed)
+    space = envs.single_action_space
+    return rng.uniform(space.low, space.high, (num_steps, envs.num_envs, *space.shape)).astype(space.dtype)
+
+
+def play(envs, actions):
+    """Observations [T + 1, N, ...], rewards, terminations and truncations [T, N] of playing ``actions`` from reset."""
+    first, _ = envs.reset()
+    steps = [envs.step(action)[:4] for action in actions]
+    obs, rewards, terminations, truncations = (np.stack(column) for column in zip(*steps, strict=True))
+    return np.concatenate([first[None], obs]), rewards, terminations, truncations
+
+
+# Hopper terminates after about 20 random steps, unless it is truncated after 15.
+@pytest.mark.parametrize("max_episode_steps", [None, 15])
+def test_serial_envs_equal_gymnasiums(max_episode_steps):
+    def make():
+        return make_env("Hopper-v5", max_episode_steps=max_episode_steps)
+
+    seeds = env_seeds(1, 3)
+    ours = SerialVectorEnv([make() for _ in seeds], seeds)
+    theirs = SyncVectorEnv([make] * 3, autoreset_mode=AutoresetMode.NEXT_STEP)
+    assert ours.metadata["autoreset_mode"] == theirs.metadata["autoreset_mode"]
+    assert ours.single_observation_space == theirs.single_observation_space
+    assert ours.observation_space == theirs.observation_space
+    assert ours.action_space == theirs.action_space
+    actions = random_actions(ours, 300)
+    obs, _ = ours.reset()
+    expected_obs, _ = theirs.reset(seed=seeds)
+    np.testing.assert_array_equal(obs, expected_obs)
+    ends = np.zeros(2, int)
+    for action in actions:
+        result, expected = ours.step(action)[:4], theirs.step(action)[:4]
+        for value, expected_value in zip(result, expected, strict=True):
+            assert value.dtype == expected_value.dtype
+            np.testing.assert_array_equal(value, expected_value)
+        ends += result[2].sum(), result[3].sum()
+    # Both kinds of end were seen where they can be.
+    assert ends[0] > 5 and (ends[1] > 5) == (max_episode_steps is not None)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("env_id", ["Hopper-v5", "Reacher-v5"])  # terminates early; truncated after 50 steps
+def test_next_step_autoreset(backend, env_id):
+    envs = make_envs(env_id, 4, seed=1, backend=backend)
+    actions = random_actions(envs, 160)
+    obs, rewards, terminations, truncations = play(envs, actions)
+    dones = terminations | truncations
+    assert dones.sum(0).min() >= 3
+    assert (terminations if env_id == "Hopper-v5" else truncations)[dones].all()
+    assert not (terminations & truncations).any()
+
+    resets = np.concatenate([np.zeros_like(dones[:1]), dones[:-1]])
+    assert not dones[resets].any()
+    assert (rewards[resets] == 0).all() and (rewards[~resets] != 0).all()
+    # What came with the done is the last observation of the old episode, not the first of the next.
+    last, first = obs[:-1][resets], obs[1:][resets]
+    if env_id == "Hopper-v5":
+        # Starts within 0.005 of upright and at rest; ends fallen.
+        upright = np.array([1.25] + [0.0] * 10)
+        assert (np.abs(first - upright) <= 0.005 + 1e-9).all()
+        assert (np.abs(last - upright).max(1) > 0.1).all()
+    else:
+        # The target (4, 5) moves with the reset, not with the end.
+        np.testing.assert_array_equal(last[:, 4:6], obs[:-2][resets[1:]][:, 4:6])
+        assert (last[:, 4:6] != first[:, 4:6]).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_step_after_a_done_ignores_its_action(backend):
+    actions = random_actions(make_envs("Hopper-v5", 4, seed=1, backend=backend), 120)
+    expected = play(make_envs("Hopper-v5", 4, seed=1, backend=backend), actions)
+    dones = expected[2] | expected[3]
+    resets = np.concatenate([np.zeros_like(dones[:1]), dones[:-1]])
+    assert resets.sum() > 10
+    actions[resets] *= -1
+    result = play(make_envs("Hopper-v5", 4, seed=1, backend=backend), actions)
+    for value, expected_value in zip(result, expected, strict=True):
+        np.testing.assert_array_equal(value, expected_value)
+    # The same change anywhere else does matter.
+    actions[0] *= -1
+    assert (play(make_envs("Hopper-v5", 4, seed=1, backend=backend), actions)[0] != expected[0]).any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_a_step_returned_is_not_overwritten(backend):
+    envs = make_envs("Hopper-v5", 2, seed=1, backend=backend)
+    kept = [envs.reset()[:1]]
+    kept += [envs.step(action)[:4] for action in random_actions(envs, 30)]
+    copies = [[array.copy() for array in arrays] for arrays in kept]
+    for action in random_actions(envs, 60, seed=1):
+        envs.step(action)
+    for arrays, copied in zip(kept, copies, strict=True):
+        for array, copy in zip(arrays, copied, strict=True):
+            np.testing.assert_array_equal(array, copy)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_each_environment_has_its_own_seed(backend):
+    def first_obs(seed, start=0):
+        return make_envs("Hopper-v5", 3, seed, backend, start=start).reset()[0]
+
+    np.testing.assert_array_equal(first_obs(1), first_obs(1))
+    starts = np.concatenate([first_obs(1), first_obs(2), first_obs(1, start=1), first_obs(1, start=2)])
+    assert len(np.unique(starts, axis=0)) == 12
+
+
+def test_seeds_are_unique_over_runs_environments_and_starts():
+    seeds = [s for start in range(3) for seed in range(1, 51) for s in env_seeds(seed, 64, start=start)]
+    assert len(set(seeds)) == 3 * 50 * 64
+    assert min(seeds) >= 0 and max(seeds) < 2**31
+    assert env_seeds(7, 10)[4:] == env_seeds(7, 6, first_index=4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("env_id", ["HalfCheeta-v5", "HalfCheetah-v99", "halfcheetah-v5"])
+def test_unknown_environments_suggest_near_names(backend, env_id):
+    with pytest.raises(
+        UsageError, match=rf"--env-id {env_id}: is not an? \w+ environment; did you mean HalfCheetah-v5"
+    ):
+        make_envs(env_id, 1, seed=1, backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("env_id", ["", ":x", "no such thing", "no.such.module:Env-v0", "/", "a/b/c-v0"])
+def test_nonsense_is_refused(backend, env_id):
+    with pytest.raises(UsageError, match=r"--env-id .*: is not an? "):
+        make_envs(env_id, 1, seed=1, backend=backend)
+
+
+def test_environments_that_cannot_be_made_say_why():
+    with pytest.raises(UsageError, match=r"--env-id HalfCheetah-v3: cannot be made here .*gymnasium-robotics"):
+        make_env("HalfCheetah-v3")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_discrete_actions_are_refused(backend):
+    envs = make_envs("CartPole-v1", 1, seed=1, backend=backend)
+    with pytest.raises(UsageError, match="--env-id CartPole-v1: has Discrete actions"):
+        require_continuous_actions(envs, "CartPole-v1")
+
+
+class Custom(gym.Env):
+    """One step an episode; its spaces are given."""
+
+    def __init__(self, observation_space, action_space):
+        self.observation_space, self.action_space = observation_space, action_space
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        return self.observation_space.sample(), 1.0, True, False, {}
+
+
+BOX = gym.spaces.Box(-1, 1, (2,), np.float32)
+IMAGE = gym.spaces.Box(0, 255, (8, 8, 3), np.uint8)
+UNBOUNDED = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+DICT = gym.spaces.Dict({"a": gym.spaces.Box(-1, 1, (3,), np.float32), "b": gym.spaces.Box(2, 3, (2, 2), np.float32)})
+
+
+@pytest.fixture
+def register():
+    """Registers ``Custom`` with the given spaces, for one test."""
+
+    def register(observation_space, action_space):
+        kwargs = {"observation_space": observation_space, "action_space": action_space}
+        gym.register("LeanRLCustom-v0", Custom, kwargs=kwargs)
+        return "LeanRLCustom-v0"
+
+    yield register
+    gym.registry.pop("LeanRLCustom-v0", None)
+
+
+def test_dict_observations_become_one_vector(register):
+    env_id = register(DICT, BOX)
+    envs = make_envs(env_id, 2, seed=1)
+    require_continuous_actions(envs, env_id)
+    obs, _ = envs.reset()
+    assert obs.shape == (2, 7) and obs.dtype == np.float32
+    assert (np.abs(obs[:, :3]) <= 1).all() and (obs[:, 3:] >= 2).all()
+
+
+@pytest.mark.parametrize("spaces, reason", [((BOX, UNBOUNDED), "unbounded actions"), ((IMAGE, BOX), "needs a vector")])
+def test_unsuitable_spaces_are_refused(register, spaces, reason):
+    env_id = register(*spaces)
+    with pytest.raises(UsageError, match=f"--env-id {env_id}: .*{reason}"):
+        require_continuous_actions(make_envs(env_id, 1, seed=1), env_id)

@@ -1,0 +1,159 @@
+"""PPO's targets and loss against slow transcriptions of their formulas."""
+
+import importlib
+
+import pytest
+import torch
+from scripts import SCRIPTS, TINY, run, summary
+
+from leanrl.ppo_continuous_action import Agent, Args, ppo_loss
+
+
+@pytest.fixture(params=SCRIPTS)
+def compute_gae(request):
+    return importlib.import_module(f"leanrl.{request.param}").compute_gae
+
+
+def slow_gae(rewards, values, terminations, dones, gamma, gae_lambda):
+    """Equation 16 of https://arxiv.org/abs/1506.02438, a sum for each step: no sum goes on beyond an episode's end."""
+    advantages = torch.zeros_like(rewards)
+    num_steps, num_envs = rewards.shape
+    for n in range(num_envs):
+        for t in range(num_steps):
+            factor = 1.0
+            for k in range(t, num_steps):
+                next_value = 0.0 if terminations[k, n] else values[k + 1, n]
+                advantages[t, n] += factor * (rewards[k, n] + gamma * next_value - values[k, n])
+                if dones[k, n]:
+                    break
+                factor *= gamma * gae_lambda
+    return advantages
+
+
+def random_rollout(seed, num_steps=40, num_envs=5):
+    """Rewards, values, terminations, dones and resets, as NEXT_STEP environments give them."""
+    generator = torch.Generator().manual_seed(seed)
+    dones = torch.rand(num_steps, num_envs, generator=generator) < 0.2
+    for t in range(1, num_steps):
+        dones[t] &= ~dones[t - 1]  # the step after a done only resets
+    resets = torch.cat([torch.zeros_like(dones[:1]), dones[:-1]])
+    terminations = dones & (torch.rand(dones.shape, generator=generator) < 0.5)
+    rewards = torch.randn(dones.shape, generator=generator, dtype=torch.float64).masked_fill(resets, 0.0)
+    values = torch.randn(num_steps + 1, num_envs, generator=generator, dtype=torch.float64)
+    return rewards, values, terminations.double(), dones.double(), resets
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("gamma, gae_lambda", [(0.99, 0.95), (0.9, 0.0), (1.0, 1.0), (0.0, 0.5)])
+def test_gae_equals_the_sum(compute_gae, seed, gamma, gae_lambda):
+    *rollout, _ = random_rollout(seed)
+    truncations = rollout[3] - rollout[2]
+    assert rollout[2].sum() > 5 and truncations.sum() > 5
+    expected = slow_gae(*rollout, gamma, gae_lambda)
+    torch.testing.assert_close(compute_gae(*rollout, gamma, gae_lambda), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_gae_by_hand(compute_gae):
+    # gamma 0.5, lambda 0.5. No end; the middle step terminates; the middle step is truncated.
+    rewards = torch.tensor([[1.0], [2.0], [3.0]], dtype=torch.float64).expand(3, 3)
+    values = torch.tensor([[4.0], [8.0], [12.0], [16.0]], dtype=torch.float64).expand(4, 3)
+    terminations = torch.tensor([[0, 0, 0], [0, 1, 0], [0, 0, 0]], dtype=torch.float64)
+    dones = torch.tensor([[0, 0, 0], [0, 1, 1], [0, 0, 0]], dtype=torch.float64)
+    # deltas without an end: 1 + 4 - 4 = 1, 2 + 6 - 8 = 0, 3 + 8 - 12 = -1. Terminated, the second is 2 - 8 = -6.
+    expected = [[1 - 1 / 16, 1 - 6 / 4, 1], [0 - 1 / 4, -6, 0], [-1, -1, -1]]
+    advantages = compute_gae(rewards, values, terminations, dones, 0.5, 0.5)
+    torch.testing.assert_close(advantages, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_resets_reach_no_other_step(compute_gae):
+    rewards, values, terminations, dones, resets = random_rollout(seed=0)
+    before = compute_gae(rewards, values, terminations, dones, 0.99, 0.95)
+    after = compute_gae(rewards + 100.0 * resets, values, terminations, dones, 0.99, 0.95)
+    assert resets.sum() > 10
+    torch.testing.assert_close(after[~resets], before[~resets], rtol=0, atol=1e-12)
+    assert (after[resets] != before[resets]).all()
+
+
+def random_minibatch(agent, seed=0, size=64):
+    """obs, actions, logprobs, advantages, returns, values, weights; ratios on both sides of the clip range."""
+    torch.manual_seed(seed)
+    obs = torch.randn(size, 11, dtype=torch.float64)
+    with torch.no_grad():
+        actions, logprobs, _, values = agent.get_action_and_value(obs)
+    logprobs = logprobs + 0.3 * torch.randn_like(logprobs)
+    old_values = values + 0.3 * torch.randn_like(values)
+    returns, advantages = values + torch.randn_like(values), 2 + 3 * torch.randn_like(values)
+    return [obs, actions, logprobs, advantages, returns, old_values, torch.ones_like(values)]
+
+
+def loss_and_gradient(agent, minibatch, args):
+    loss, parts = ppo_loss(agent, *minibatch, args)
+    return loss.detach(), parts, torch.autograd.grad(loss, list(agent.parameters()))
+
+
+@pytest.fixture
+def agent():
+    torch.manual_seed(0)
+    return Agent(11, 3).double()
+
+
+@pytest.mark.parametrize("norm_adv", [True, False])
+@pytest.mark.parametrize("clip_vloss", [True, False])
+def test_loss_equals_cleanrls(agent, norm_adv, clip_vloss):
+    args = Args(norm_adv=norm_adv, clip_vloss=clip_vloss, ent_coef=0.01)
+    minibatch = random_minibatch(agent)
+    loss, parts, gradient = loss_and_gradient(agent, minibatch, args)
+
+    # https://github.com/vwxyzjn/cleanrl/blob/master/cleanrl/ppo_continuous_action.py
+    obs, actions, logprobs, advantages, returns, values, _ = minibatch
+    _, newlogprob, entropy, newvalue = agent.get_action_and_value(obs, actions)
+    logratio = newlogprob - logprobs
+    ratio = logratio.exp()
+    old_approx_kl = (-logratio).mean()
+    approx_kl = ((ratio - 1) - logratio).mean()
+    clipfrac = ((ratio - 1.0).abs() > args.clip_coef).double().mean()
+    if norm_adv:
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    pg_loss = torch.max(-advantages * ratio, -advantages * torch.clamp(ratio, 0.8, 1.2)).mean()
+    v_loss = ((newvalue - returns) ** 2).mean()
+    if clip_vloss:
+        v_clipped = values + torch.clamp(newvalue - values, -0.2, 0.2)
+        v_loss = torch.max((newvalue - returns) ** 2, (v_clipped - returns) ** 2).mean()
+    v_loss = 0.5 * v_loss
+    expected = pg_loss - 0.01 * entropy.mean() + 0.5 * v_loss
+
+    assert 0.1 < clipfrac < 0.9
+    expected_parts = torch.stack([pg_loss, v_loss, entropy.mean(), old_approx_kl, approx_kl, clipfrac])
+    # Not to the last bit: clipfrac is averaged in float32.
+    torch.testing.assert_close(parts, expected_parts, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, list(agent.parameters())), rtol=1e-8, atol=1e-12)
+
+
+def test_rows_of_weight_0_change_nothing(agent):
+    args = Args(ent_coef=0.01)
+    minibatch = random_minibatch(agent)
+    weights = minibatch[-1]
+    weights[::3] = 0.0
+    loss, parts, gradient = loss_and_gradient(agent, minibatch, args)
+    for column in range(1, 6):
+        changed = list(minibatch)
+        changed[column] = minibatch[column].clone()
+        changed[column][::3] += torch.randn_like(minibatch[column][::3])
+        changed_loss, changed_parts, changed_gradient = loss_and_gradient(agent, changed, args)
+        assert torch.equal(changed_loss, loss) and torch.equal(changed_parts, parts)
+        assert all(map(torch.equal, changed_gradient, gradient))
+        # In a row that counts, the same change does matter.
+        changed[column][1] += 1.0
+        assert not torch.equal(loss_and_gradient(agent, changed, args)[0], loss)
+    # And the loss is that of the other rows alone.
+    rest = [column[weights > 0] for column in minibatch]
+    torch.testing.assert_close(loss_and_gradient(agent, rest, args), (loss, parts, gradient), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("target_kl, epochs", [(1e-4, 1), (1e4, 3)])
+def test_target_kl_stops_the_epochs(script, tmp_path, target_kl, epochs):
+    flags = [*TINY, "--update-epochs=3", "--learning-rate=0.03", "--no-anneal-lr", "--total-timesteps=256"]
+    flags += [f"--target-kl={target_kl}", f"--runs-dir={tmp_path}", "--run-name=run"]
+    assert run(script, *flags) == 0
+    assert summary(tmp_path / "run")["optimizer_steps"] == 4 * epochs * 4  # iterations, epochs, minibatches

@@ -1,0 +1,239 @@
+"""Interrupted and killed runs go on to where they would have come."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+from scripts import REFERENCES, TINY, files_in, run, summary, wait_until
+from torch.utils._pytree import tree_leaves
+
+from leanrl.support.checkpoints import list_checkpoints, load_checkpoint, load_last_checkpoint
+from leanrl.support.tracking import read_metrics
+
+TOTAL = ["--total-timesteps", 1920]  # as in finished_run
+
+
+def newest_checkpoint(run_dir):
+    """``(global_step, state)``, or step 0 where there is none."""
+    facts = json.loads((run_dir / "args.json").read_text())
+    identity = {"script": facts["script"], "env_id": facts["args"]["env_id"]}
+    return load_last_checkpoint(run_dir / "checkpoints", identity) or (0, None)
+
+
+def last_step(run_dir):
+    rows = read_metrics(run_dir)
+    return rows[-1]["global_step"] if rows else 0
+
+
+def assert_same_course(run_dir, uninterrupted):
+    """Every log point once, at the same steps and learning rates; the same end."""
+    ours, theirs = read_metrics(run_dir), read_metrics(uninterrupted)
+    assert [row["global_step"] for row in ours] == [row["global_step"] for row in theirs]
+    assert [row["charts/learning_rate"] for row in ours] == [row["charts/learning_rate"] for row in theirs]
+    assert len({row["charts/learning_rate"] for row in ours}) == len(ours)
+    ours, theirs = summary(run_dir), summary(uninterrupted)
+    for key in ("global_step", "optimizer_steps", "interrupted"):
+        assert ours[key] == theirs[key]
+    assert newest_checkpoint(run_dir)[0] == theirs["global_step"]
+    assert not list(run_dir.rglob("*.tmp"))
+
+
+def test_signals_stop_a_run_and_resume_continues_it(script, finished_run, start, tmp_path):
+    run_dir = tmp_path / "run"
+    flags = [*TINY, *TOTAL, "--runs-dir", tmp_path, "--run-name", "run"]
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        before = last_step(run_dir)
+        process = start(script, *flags, stderr=subprocess.PIPE, text=True)
+        wait_until(lambda before=before: last_step(run_dir) >= before + 128, process)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        assert number.name in err and "Traceback" not in err
+        result = summary(run_dir)
+        assert result["interrupted"] is True
+        assert before < result["global_step"] < 1920
+        assert newest_checkpoint(run_dir)[0] == last_step(run_dir) == result["global_step"]
+        flags = ["--resume", run_dir]
+    assert run(script, *flags) == 0
+    assert_same_course(run_dir, finished_run)
+
+
+def test_kill_in_mid_run(script, finished_run, start, tmp_path):
+    run_dir = tmp_path / "run"
+    flags = [*TINY, *TOTAL, "--runs-dir", tmp_path, "--run-name", "run", "--checkpoint-every", 256]
+    process = start(script, *flags)
+    wait_until(lambda: list_checkpoints(run_dir / "checkpoints"), process)
+    process.kill()
+    process.wait()
+    step, _ = newest_checkpoint(run_dir)
+    assert step > 0 and step % 256 == 0
+    kept = [row for row in read_metrics(run_dir) if row["global_step"] <= step]
+    assert kept[-1]["global_step"] == step
+    assert run(script, "--resume", run_dir) == 0
+    assert_same_course(run_dir, finished_run)
+    # Nothing up to the checkpoint was trained again.
+    assert read_metrics(run_dir)[: len(kept)] == kept
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.long)])
+def test_kill_while_checkpoints_are_written(script, start, tmp_path, kills):
+    run_dir = tmp_path / "run"
+    sizes = ["--num-steps", 8, "--num-minibatches", 2, "--checkpoint-every", 1]
+    flags = [*TINY, *sizes, "--total-timesteps", 10**9, "--runs-dir", tmp_path, "--run-name", "run"]
+    for _ in range(kills):
+        before, _ = newest_checkpoint(run_dir) if run_dir.exists() else (0, None)
+        process = start(script, *flags, stdout=subprocess.DEVNULL)
+        wait_until(lambda before=before: last_step(run_dir) >= before + 40, process)
+        time.sleep(random.uniform(0, 0.05))
+        process.kill()
+        process.wait()
+        step, _ = newest_checkpoint(run_dir)
+        # The last log point may have come just before its checkpoint.
+        assert before + 32 <= step <= last_step(run_dir)
+        flags = ["--resume", run_dir]
+    assert run(script, *flags, "--total-timesteps", last_step(run_dir) + 64) == 0
+    steps = [row["global_step"] for row in read_metrics(run_dir)]
+    assert steps == list(range(8, summary(run_dir)["global_step"] + 1, 8))
+    assert summary(run_dir)["optimizer_steps"] == len(steps) * 2
+    assert not list(run_dir.rglob("*.tmp"))
+
+
+def test_a_start_that_was_killed_at_once_can_be_repeated(script, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "args.json.tmp").write_text('{"scr')
+    assert run(script, *TINY, "--total-timesteps=64", "--runs-dir", tmp_path, "--run-name=run") == 0
+    assert last_step(tmp_path / "run") == 64
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+@pytest.fixture
+def run_dir(finished_run, tmp_path):
+    """A copy of the finished run."""
+    shutil.copytree(finished_run, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_a_run_without_a_checkpoint_starts_anew(script, finished_run, run_dir):
+    shutil.rmtree(run_dir / "checkpoints")
+    (run_dir / "summary.json").unlink()
+    metrics = (run_dir / "metrics.jsonl").read_text()
+    (run_dir / "metrics.jsonl").write_text(metrics[: len(metrics) // 2])
+    assert run(script, "--resume", run_dir) == 0
+    assert_same_course(run_dir, finished_run)
+
+
+def test_a_torn_checkpoint_falls_back_to_the_one_before(script, finished_run, tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    flags = [*TINY, *TOTAL, "--runs-dir", tmp_path, "--run-name", "run", "--checkpoint-every", 640]
+    assert run(script, *flags) == 0
+    newest, before = list_checkpoints(run_dir / "checkpoints")
+    assert (newest.name, before.name) == ("step_000000001920.pt", "step_000000001280.pt")
+    newest.write_bytes(newest.read_bytes()[:1000])
+    capsys.readouterr()
+    assert run(script, "--resume", run_dir) == 0
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert warning.startswith("warning: ") and newest.name in warning and before.name in warning
+    assert_same_course(run_dir, finished_run)
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage" * 1000])
+def test_nothing_but_garbage_is_refused(script, run_dir, capsys, content):
+    (run_dir / "checkpoints" / "step_000000000064.pt").write_bytes(content)
+    for path in list_checkpoints(run_dir / "checkpoints"):
+        path.write_bytes(content)
+    before = files_in(run_dir)
+    assert run(script, "--resume", run_dir) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{script}.py: --resume {run_dir}: no readable checkpoint")
+    assert files_in(run_dir) == before
+
+
+def test_a_finished_run_resumes_to_its_end(script, finished_run, run_dir):
+    before = newest_checkpoint(run_dir)[1]
+    assert run(script, "--resume", run_dir) == 0
+    assert (run_dir / "metrics.jsonl").read_bytes() == (finished_run / "metrics.jsonl").read_bytes()
+    ours, theirs = summary(run_dir), summary(finished_run)
+    for key in ("wall_seconds", "warmup_seconds"):
+        del ours[key], theirs[key]
+    assert ours == theirs
+    # And all that was saved was restored, since saving it again gives the same.
+    after = newest_checkpoint(run_dir)[1]
+    for key in ("agent", "optimizer", "return_rms"):
+        assert leaves(after["script"][key]) == leaves(before["script"][key])
+    assert leaves(after["rng"]) == leaves(before["rng"])
+
+
+def leaves(state):
+    return [leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in tree_leaves(state)]
+
+
+def test_more_timesteps(script, run_dir):
+    assert run(script, "--resume", run_dir, "--total-timesteps", 2560) == 0
+    rows = read_metrics(run_dir)
+    assert [row["global_step"] for row in rows] == list(range(64, 2561, 64))
+    # The learning rate falls to the new end.
+    assert rows[-1]["charts/learning_rate"] == pytest.approx(3e-4 / 40)
+    assert rows[30]["charts/learning_rate"] == pytest.approx(3e-4 * 10 / 40)
+    assert summary(run_dir)["optimizer_steps"] == 40 * 4
+    # The next resume knows the new end.
+    assert run(script, "--resume", run_dir) == 0
+    assert summary(run_dir)["global_step"] == last_step(run_dir) == 2560
+
+
+@pytest.mark.parametrize("variable", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
+def test_a_restart_resumes_by_itself(script, run_dir, monkeypatch, variable):
+    flags = [*TINY, "--total-timesteps=2048", "--runs-dir", os.path.relpath(run_dir.parent), "--run-name", "run"]
+    monkeypatch.setenv(variable, "0")
+    assert run(script, *flags) == 2
+    monkeypatch.setenv(variable, "1")
+    assert run(script, *flags) == 0
+    assert [row["global_step"] for row in read_metrics(run_dir)] == list(range(64, 2049, 64))
+    # The first start of a job that was restarted before it began.
+    assert run(script, *flags[:-1], "other") == 0
+    assert summary(run_dir.parent / "other")["global_step"] == 2048
+
+
+def test_a_restart_with_other_flags_is_refused(script, run_dir, monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert run(script, *TINY, "--runs-dir", run_dir.parent, "--run-name", "run", "--gamma", "0.5") == 2
+    assert "--gamma 0.5: cannot change on --resume" in capsys.readouterr().err
+
+
+def test_a_moved_run_resumes(script, run_dir):
+    moved = run_dir.rename(run_dir.parent / "moved")
+    assert run(script, "--resume", moved, "--total-timesteps", 2048) == 0
+    assert last_step(moved) == 2048
+    assert not run_dir.exists()
+
+
+def test_the_reader_of_the_output_may_go_away(start, tmp_path):
+    """Ctrl-C also ends the ``tee`` that a run's output is piped to; the run still checkpoints."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    flags = [*TINY, "--total-timesteps", 10**6, "--runs-dir", tmp_path, "--run-name", "run"]
+    process = start(REFERENCES[0], *flags, **pipes)
+    wait_until(lambda: last_step(tmp_path / "run") > 0, process)
+    process.stdout.close()
+    process.stderr.close()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=120) == 0
+    step = summary(tmp_path / "run")["global_step"]
+    assert summary(tmp_path / "run")["interrupted"] and newest_checkpoint(tmp_path / "run")[0] == step
+
+
+@pytest.mark.cuda
+def test_a_run_may_move_to_another_device(script, run_dir):
+    assert run(script, "--resume", run_dir, "--device", "cuda", "--total-timesteps", 2048) == 0
+    assert summary(run_dir)["device"] == "cuda:0"
+    assert run(script, "--resume", run_dir, "--device", "cpu", "--total-timesteps", 2176) == 0
+    assert [row["global_step"] for row in read_metrics(run_dir)] == list(range(64, 2177, 64))
+
+
+def test_checkpoints_hold_their_own_step(run_dir, script):
+    path = list_checkpoints(run_dir / "checkpoints")[0]
+    assert load_checkpoint(path, {"script": script, "env_id": "Hopper-v5"})[0] == 1920

@@ -1,0 +1,117 @@
+"""Where metrics go: metrics.jsonl, TensorBoard, W&B."""
+
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from scripts import FAST_SCRIPTS, REFERENCES, SCRIPTS, TINY, start_process, summary
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from leanrl.support.tracking import Tracker, cut_metrics, read_metrics
+
+UNTRACKED = SimpleNamespace(track=False)
+
+
+def tensorboard_scalars(run_dir):
+    """Each scalar's ``{step: value}``, as TensorBoard shows it."""
+    events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
+    return {key: {event.step: event.value for event in events.Scalars(key)} for key in events.Tags()["scalars"]}
+
+
+def test_metrics_of_a_run(finished_run):
+    lines = (finished_run / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["global_step"] for row in rows] == list(range(64, 1921, 64))
+    losses = {"policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "explained_variance"}
+    for row in rows:
+        assert {f"losses/{name}" for name in losses} | {"charts/SPS", "charts/learning_rate"} <= set(row)
+    with_episodes = [row for row in rows if "charts/episodic_return" in row]
+    assert with_episodes and all(row["charts/episodic_length"] > 0 for row in with_episodes)
+    assert with_episodes[-1]["charts/episodes"] == summary(finished_run)["episodes"]
+
+
+def test_tensorboard_shows_the_same(finished_run):
+    scalars = tensorboard_scalars(finished_run)
+    expected = {}
+    for row in read_metrics(finished_run):
+        for key, value in row.items():
+            expected.setdefault(key, {})[row["global_step"]] = value
+    del expected["global_step"]
+    assert set(scalars) == set(expected)
+    for key in expected:
+        assert scalars[key] == pytest.approx(expected[key], rel=1e-5)
+
+
+def test_what_json_cannot_hold_becomes_null(tmp_path):
+    tracker = Tracker(tmp_path, {}, UNTRACKED, resumed_at=None)
+    tracker.log(1, {"a": float("nan"), "b": float("inf"), "c": -float("inf"), "d": 0.5})
+    tracker.close()
+
+    def refuse(constant):
+        raise ValueError(constant)
+
+    row = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert row == {"global_step": 1, "a": None, "b": None, "c": None, "d": 0.5}
+
+
+def test_resuming_cuts_what_came_after_the_checkpoint(tmp_path):
+    tracker = Tracker(tmp_path, {}, UNTRACKED, resumed_at=None)
+    for step in range(1, 6):
+        tracker.log(step, {"x": step})
+    tracker.close()
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"global_step": 6, "x"')  # torn by a kill
+    assert [row["global_step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
+
+    Tracker(tmp_path, {}, UNTRACKED, resumed_at=4).close()
+    assert (
+        list(tensorboard_scalars(tmp_path)["x"])
+        == [row["global_step"] for row in read_metrics(tmp_path)]
+        == [1, 2, 3, 4]
+    )
+
+    tracker = Tracker(tmp_path, {}, UNTRACKED, resumed_at=3)
+    for step in range(4, 8):
+        tracker.log(step, {"x": 10 * step})
+    tracker.close()
+    expected = {1: 1, 2: 2, 3: 3, 4: 40, 5: 50, 6: 60, 7: 70}
+    assert {row["global_step"]: row["x"] for row in map(json.loads, open(tmp_path / "metrics.jsonl"))} == expected
+    assert len(read_metrics(tmp_path)) == 7
+    assert tensorboard_scalars(tmp_path)["x"] == expected
+
+
+def test_cutting_nothing_yet(tmp_path):
+    assert cut_metrics(tmp_path, 10) == []
+    assert read_metrics(tmp_path) == []
+
+
+def test_wandb_is_imported_only_to_track(tmp_path):
+    code = f"""
+import sys
+from scripts import run
+for script in {SCRIPTS}:
+    assert run(script, *{TINY}, "--total-timesteps=64", "--runs-dir={tmp_path}", "--run-name", script) == 0
+assert "torch.utils.tensorboard" in sys.modules
+assert "wandb" not in sys.modules, "wandb was imported"
+"""
+    tests = os.path.dirname(__file__)
+    process = subprocess.run([sys.executable, "-c", code], cwd=tests, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+
+
+def test_track_works_without_a_key_and_offline(tmp_path):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
+    # No key in the home directory, and no way out.
+    environment |= {"HOME": str(tmp_path), "HTTPS_PROXY": "http://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9"}
+    flags = [*TINY, "--total-timesteps=256", f"--runs-dir={tmp_path}", "--run-name=run", "--track"]
+    script = (FAST_SCRIPTS or REFERENCES)[0]
+    process = start_process(script, *flags, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    (offline,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
+    (log,) = offline.glob("run-*.wandb")
+    assert b"losses/policy_loss" in log.read_bytes()
+    assert summary(tmp_path / "run")["global_step"] == 256
