@@ -29,7 +29,7 @@ from tensordict.nn import CudaGraphModule
 
 from leanrl.support.checkpoints import resumed_step
 from leanrl.support.cli import RunArgs, run_script
-from leanrl.support.devices import resolve_device, set_num_threads
+from leanrl.support.devices import resolve_device, update_threads
 from leanrl.support.envs import EnvBackend, make_envs, require_continuous_actions
 from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
@@ -54,7 +54,7 @@ class Args(RunArgs):
     amp: Literal["none", "bf16"] = "none"
     """bf16 runs the networks of the update under autocast"""
     num_threads: int | None = None
-    """CPU threads of PyTorch; by default 1 for minibatches under 1,024 rows and all cores above"""
+    """CPU threads of the update; by default 1 for minibatches under 1,024 rows and all cores above. Acting uses 1."""
     compile: bool = False
     """compile the policy step and the update with torch.compile"""
     cudagraphs: bool = False
@@ -412,7 +412,8 @@ def main(args: Args) -> None:
     batch_size = args.num_envs * args.num_steps
     minibatch_size = batch_size // args.num_minibatches
     num_iterations = args.total_timesteps // batch_size
-    set_num_threads(args.num_threads, minibatch_size)
+    num_threads = update_threads(args.num_threads, minibatch_size)
+    torch.set_num_threads(num_threads)
     if args.capture_video:
         require_video(args.env_id)
     envs = make_envs(args.env_id, args.num_envs, args.seed, args.env_backend, start=resumed_step(args.resume))
@@ -452,7 +453,9 @@ def main(args: Args) -> None:
             with untouched(touched, device):
                 for _ in range(WARMUP_CALLS if args.compile or args.cudagraphs else 1):
                     rollout.step.zero_()
+                    torch.set_num_threads(1)
                     policy_step(raw_obs.to(device))
+                    torch.set_num_threads(num_threads)
                     update(torch.arange(minibatch_size, device=device))
 
         # What the environments say, on the CPU until the end of the rollout.
@@ -472,6 +475,8 @@ def main(args: Args) -> None:
                 frac = 1.0 - (iteration - 1.0) / num_iterations
                 optimizer.lr.fill_(frac * args.learning_rate)
 
+            # A second thread of PyTorch's would wait for work by spinning, on a core that the environments need.
+            torch.set_num_threads(1)
             rollout.obs[0] = rollout.obs[-1]
             rollout.noise.normal_()
             rollout.step.zero_()
@@ -484,6 +489,7 @@ def main(args: Args) -> None:
                 if step < args.num_steps - 1:
                     action = policy_step(raw_obs)
             observe(raw_obs)
+            torch.set_num_threads(num_threads)
             run.global_step += batch_size
 
             resets = np.concatenate([last_dones[None], dones[:-1]])

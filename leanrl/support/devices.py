@@ -41,10 +41,9 @@ def has_cpp_compiler() -> bool:
     return any(shutil.which(name) for name in (os.environ.get("CXX") or "g++", "clang++"))
 
 
-def set_num_threads(requested: int | None, minibatch_size: int) -> None:
-    """Sets PyTorch's intra-op threads: ``requested``, or what suits a small network at this minibatch size.
+def update_threads(requested: int | None, minibatch_size: int) -> int:
+    """CPU threads for the update: ``requested``, or what suits a small network at this minibatch size.
 
     Under about a thousand rows a 64x64 network is done before a second thread has woken up.
     """
-    small = minibatch_size < 1024
-    torch.set_num_threads(requested or (1 if small else len(os.sched_getaffinity(0))))
+    return requested or (1 if minibatch_size < 1024 else len(os.sched_getaffinity(0)))
