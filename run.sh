@@ -93,7 +93,7 @@ bench)
     exec .venv/bin/python "leanrl/$name.py" "$@"
   elif grep -qs run_tool "leanrl/tools/$name.py"; then
     install "" mujoco
-    case $name in plot) install dev ;; peers) install envpool peers ;; esac
+    case $name in plot) install dev ;; ablate) install envpool ;; peers) install envpool peers ;; esac
     exec .venv/bin/python -m "leanrl.tools.$name" "$@"
   fi
   die "no script or tool is called $command; ./run.sh --help lists what there is"

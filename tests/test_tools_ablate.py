@@ -1,0 +1,86 @@
+"""leanrl.tools.ablate: rows that need no compiler, and what it refuses."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from leanrl.tools import ablate
+from leanrl.tools.common import run_tool
+
+
+@pytest.fixture
+def tool(monkeypatch, capsys):
+    """Runs the tool with these flags: its exit code, what it printed, and its errors."""
+    monkeypatch.setattr(ablate, "SAMPLE_SECONDS", 1e-9)  # one burst a sample
+    num_threads = torch.get_num_threads()
+
+    def run(*flags):
+        monkeypatch.setattr(sys, "argv", ["ablate", *map(str, flags)])
+        with pytest.raises(SystemExit) as end:
+            run_tool(ablate.main, ablate.Args)
+        return end.value.code, *capsys.readouterr()
+
+    yield run
+    torch.set_num_threads(num_threads)
+
+
+def test_two_rows_give_a_table_and_raw_timings(tool, tmp_path):
+    code, out, _ = tool("--rows", "gae", "environment", "--repeats", 2, "--out", tmp_path)
+    assert code == 0
+    table = (tmp_path / "table.md").read_text()
+    assert table in out
+    assert "| trick " in table and "| GAE by a scan " in table and "| SerialVectorEnv, not SyncVectorEnv " in table
+
+    record = json.loads((tmp_path / "ablate.json").read_text())
+    assert record["machine"]["cpu_cores"] >= 1 and "leanrl.tools.ablate --rows gae" in record["command"]
+    assert record["failures"] == {}
+    gae, environment = record["rows"]
+    assert (gae["row"], environment["row"]) == ("gae", "environment")
+    assert environment["difference"] == 0.0 and 0.0 < gae["difference"] < ablate.TOLERANCE
+    for line in record["rows"]:
+        assert len(line["seconds_per_sample"]) == 2
+        samples = [turn["with"] for turn in line["seconds_per_sample"]]
+        assert line["seconds_with"] == pytest.approx(sum(samples) / 2 / line["calls_per_sample"])
+    assert gae["calls_per_sample"] == 1 and environment["calls_per_sample"] == 2048
+    saved = [turn["without"] - turn["with"] for turn in gae["seconds_per_sample"]]
+    assert gae["seconds_saved_per_env_step"] == pytest.approx(sum(saved) / 2 / 2048)
+
+
+def test_sides_that_differ_are_not_timed(tool, tmp_path, monkeypatch):
+    def unequal():
+        sides = (ablate.Side(lambda value=value: [torch.full((3,), value)]) for value in (1.0, 1.01))
+        yield ablate.pair("cheating", *sides)
+
+    monkeypatch.setitem(ablate.ROWS, "unequal", unequal)
+    code, _, errors = tool("--rows", "unequal", "gae", "--repeats", 1, "--out", tmp_path)
+    assert code == 1
+    assert [line for line in errors.splitlines() if "failed" in line] == [
+        "unequal: failed (cheating: the two sides compute different things, relative distance 0.01)"
+    ]
+    record = json.loads((tmp_path / "ablate.json").read_text())
+    assert [line["row"] for line in record["rows"]] == ["gae"], "one failed row stops no other"
+    assert list(record["failures"]) == ["unequal"]
+
+
+def test_samples_leave_the_parameters_as_they_were():
+    side = ablate.updating(ablate.eager)
+    before = [tensor.clone() for tensor in side.touched]
+    moved, _ = ablate.outcome(side)
+    assert moved.abs().max() > 1e-3
+    assert all(torch.equal(a, b) for a, b in zip(before, side.touched, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--rows", "gea"), "--rows gea: no such row; did you mean gae?"),
+        (("--rows", "gae", "gae"), "--rows gae gae: needs at least one, and none twice"),
+        (("--repeats", "0"), "--repeats 0: must be at least 1"),
+    ],
+)
+def test_bad_input_is_one_line(tool, tmp_path, flags, message):
+    code, out, errors = tool(*flags, "--out", tmp_path / "out")
+    assert (code, out, errors) == (2, "", f"ablate: {message}\n")
+    assert not (tmp_path / "out").exists()
