@@ -152,7 +152,7 @@ class Agent(nn.Module):
 def gaussian_logprob(noise: torch.Tensor, logstd: torch.Tensor) -> torch.Tensor:
     """Log-density of ``mean + exp(logstd) * noise`` under Normal(mean, exp(logstd)), summed over the last dimension.
 
-    torch.distributions.Normal computes the same, but checks its arguments and breaks nothing only when compiled.
+    What torch.distributions.Normal computes, less its checks and objects.
     """
     return (-0.5 * noise**2 - logstd - 0.5 * math.log(2 * math.pi)).sum(-1)
 
