@@ -545,8 +545,8 @@ def render(lines: Sequence[dict]) -> str:
         (("compiling when a run starts", "without (s)", "with (s)", "gain"), once),
     ]
     legend = (
-        "Medians. An update is one minibatch, of 64 rows (4,096 with 64 environments), GAE is one rollout, all else is\n"
-        "one environment step. Gains and savings are taken between samples that followed each other."
+        "Medians. An update is one minibatch, of 64 rows (4,096 with 64 environments), GAE is one rollout, all else\n"
+        "is one environment step. Gains and savings are taken between samples that followed each other."
     )
     facts = [line["facts"] for line in lines if line["facts"]]
     return "\n\n".join([*(markdown_table(header, cells) for header, cells in tables if cells), legend, *facts])
