@@ -11,10 +11,12 @@ from typing import Literal
 
 import gymnasium as gym
 import numpy as np
+import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from leanrl.support.errors import UsageError, bad
+from leanrl.support.simulators import env_state, set_env_state
 
 EnvBackend = Literal["gymnasium", "envpool"]
 
@@ -72,6 +74,28 @@ class SerialVectorEnv(VectorEnv):
                 if terminated or truncated:
                     terminations[i], truncations[i], done[i] = terminated, truncated, True
         return obs.copy(), rewards, terminations, truncations, {}
+
+    def state_dict(self) -> dict | None:
+        """A copy of all that decides what the following steps return, for a checkpoint.
+
+        None where an environment is not one that ``leanrl.support.simulators`` knows: it can only start afresh.
+        """
+        states = [env_state(env) for env in self.envs]
+        if any(state is None for state in states):
+            return None
+        return {"envs": states, "done": self._done.copy(), "obs": torch.tensor(self._obs)}
+
+    def load_state_dict(self, state: dict) -> np.ndarray:
+        """Restores a ``state_dict`` of environments made alike, no ``reset`` needed before or after.
+
+        Returns the observations [N, ...] that the next action is for.
+        """
+        self.reset()  # Gymnasium's wrappers refuse to step an environment that never was
+        for env, saved in zip(self.envs, state["envs"], strict=True):
+            set_env_state(env, saved)
+        self._done = list(state["done"])
+        self._obs[:] = state["obs"].numpy()
+        return self._obs.copy()
 
     def close_extras(self, **kwargs) -> None:
         for env in self.envs:
