@@ -15,6 +15,7 @@ import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
+from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import UsageError, bad
 from leanrl.support.simulators import env_state, set_env_state
 
@@ -184,6 +185,23 @@ def make_envs(
     if env_id not in known:
         raise bad("env_id", env_id, f"is not an EnvPool environment{near_names(env_id, known)}")
     return EnvPoolVectorEnv(env_id, seeds, num_threads)
+
+
+def save_envs(envs: VectorEnv, episodes: EpisodeStatistics) -> dict | None:
+    """The simulators and their unfinished episodes, for a checkpoint; None where they cannot be saved."""
+    simulators = envs.state_dict() if isinstance(envs, SerialVectorEnv) else None
+    return None if simulators is None else {"simulators": simulators, "episodes": episodes.state_dict()}
+
+
+def start_envs(envs: VectorEnv, episodes: EpisodeStatistics, saved: dict | None) -> tuple[np.ndarray, np.ndarray]:
+    """First observations [N, ...], and resets [N]: whether an environment's next step only resets it.
+
+    With ``saved``, by ``save_envs``, they are those at which the run was interrupted; without it episodes start afresh.
+    """
+    if saved is None:
+        return envs.reset()[0], np.zeros(envs.num_envs, bool)
+    episodes.load_state_dict(saved["episodes"])
+    return envs.load_state_dict(saved["simulators"]), np.array(saved["simulators"]["done"])
 
 
 def require_continuous_actions(envs: VectorEnv, env_id: str) -> None:

@@ -1,10 +1,11 @@
-"""Returns and lengths of the episodes that end within a rollout."""
+"""Returns and lengths of the episodes that end, counted as Gymnasium's RecordEpisodeStatistics counts them."""
 
 import numpy as np
+import torch
 
 
 class EpisodeStatistics:
-    """What Gymnasium's RecordEpisodeStatistics counts, for a whole rollout at once.
+    """Counts over the episodes of N environments, a step or a whole rollout at a time.
 
     Args:
         num_envs: N.
@@ -14,11 +15,23 @@ class EpisodeStatistics:
         self._returns = np.zeros(num_envs)
         self._lengths = np.zeros(num_envs, int)
 
-    def add(self, rewards: np.ndarray, dones: np.ndarray, resets: np.ndarray) -> tuple[list[float], list[int]]:
-        """Returns and lengths of the episodes that ended, in the order of their ends.
+    def add_step(self, rewards: np.ndarray, dones: np.ndarray, resets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns and lengths of the episodes that ended with this step.
 
         Args:
-            rewards, dones, resets: [T, N]; ``resets`` marks the steps that only reset their environment.
+            rewards, dones, resets: [N]; ``resets`` marks the steps that only reset their environment.
+        """
+        self._returns += rewards
+        self._lengths += ~resets
+        ended_returns, ended_lengths = self._returns[dones], self._lengths[dones]
+        self._returns[dones], self._lengths[dones] = 0.0, 0
+        return ended_returns, ended_lengths
+
+    def add(self, rewards: np.ndarray, dones: np.ndarray, resets: np.ndarray) -> tuple[list[float], list[int]]:
+        """Returns and lengths of the episodes that ended within a rollout, in the order of their ends.
+
+        Args:
+            rewards, dones, resets: [T, N], as in ``add_step``.
         """
         # Sums over a rollout, so that one subtraction gives each episode's part of it.
         returns = self._returns + np.cumsum(rewards, 0)
@@ -31,3 +44,11 @@ class EpisodeStatistics:
             base_returns[n], base_lengths[n] = returns[t, n], lengths[t, n]
         self._returns, self._lengths = returns[-1] - base_returns, lengths[-1] - base_lengths
         return ended_returns, ended_lengths
+
+    def state_dict(self) -> dict:
+        """The unfinished episodes."""
+        return {"returns": torch.tensor(self._returns), "lengths": torch.tensor(self._lengths)}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Restores what ``state_dict`` returned."""
+        self._returns[:], self._lengths[:] = state["returns"].numpy(), state["lengths"].numpy()

@@ -20,6 +20,11 @@ CPU_OPTIONS = {
     "cpp_cache_precompile_headers": False,
     # tanh from one exp instead of SLEEF's: a sixth of a small update, for an absolute error of 2e-7.
     "cpp.use_decompose_tanh": True,
+    # Samples from PyTorch's own generator, so that a compiled run draws what an eager one draws.
+    "fallback_random": True,
+    # A concatenation is copied together first. Read in place, through one condition for each part, it would keep the
+    # loop that uses it, Adam's say, from being vectorised.
+    "max_pointwise_cat_inputs": 0,
 }
 
 
@@ -31,8 +36,8 @@ class CompiledStep:
     that it closes over are the same objects for ever (changed in place), so the graph's inputs are collected once.
 
     Args:
-        fn: takes tensors of unchanging shapes and returns one tensor. It may change tensors in place, and must have
-            no other side effect.
+        fn: takes tensors of unchanging shapes and returns one tensor or None. It may change tensors in place, and must
+            have no other side effect.
         device: where its tensors are.
         cpp_wrapper: (CPU) call the kernels from C++ instead of Python, which pays where they are many.
 
@@ -40,7 +45,7 @@ class CompiledStep:
         torch._dynamo.exc.Unsupported: (first call) ``fn`` does not trace as one graph.
     """
 
-    def __init__(self, fn: Callable[..., torch.Tensor], device: torch.device, cpp_wrapper: bool = True) -> None:
+    def __init__(self, fn: Callable[..., torch.Tensor | None], device: torch.device, cpp_wrapper: bool = True) -> None:
         self._options = compile_options(device, cpp_wrapper)
         self._first_call = torch.compile(fn, backend=self._backend, fullgraph=True, dynamic=False)
         self._graph: Callable | None = None
@@ -55,19 +60,20 @@ class CompiledStep:
 
         return record
 
-    def __call__(self, *args: torch.Tensor) -> torch.Tensor:
+    def __call__(self, *args: torch.Tensor) -> torch.Tensor | None:
         if self._graph is None:
             result = self._first_call(*args)
             # Where the arguments and the result stand among the graph's inputs and outputs.
             places = [[i for i, x in enumerate(self._inputs) if x is arg] for arg in args]
             self._places = [(i, place) for i, found in enumerate(places) for place in found]
-            self._result = next(i for i, x in enumerate(self._outputs) if x is result)
+            self._result = next((i for i, x in enumerate(self._outputs) if x is result), None)
             self._outputs = None
             return result
         inputs = self._inputs.copy()
         for i, place in self._places:
             inputs[place] = args[i]
-        return self._graph(*inputs)[self._result]
+        outputs = self._graph(*inputs)
+        return None if self._result is None else outputs[self._result]
 
 
 def compile_options(device: torch.device, cpp_wrapper: bool = True) -> dict:

@@ -19,6 +19,7 @@ class FlatAdam:
     """
 
     def __init__(self, module: nn.Module, lr: float, eps: float, betas: tuple[float, float] = (0.9, 0.999)) -> None:
+        self.module = module
         named = dict(module.named_parameters())
         self.names = list(named)
         self.shapes = [parameter.shape for parameter in named.values()]
@@ -40,6 +41,10 @@ class FlatAdam:
         pieces = flat.split(self.sizes)
         return {n: p.view(s) for n, p, s in zip(self.names, pieces, self.shapes, strict=True)}
 
+    def apply(self, params: torch.Tensor, *inputs: torch.Tensor):
+        """What the module makes of ``inputs`` with ``params``, a flat vector, for its parameters."""
+        return torch.func.functional_call(self.module, self.unflatten(params), inputs)
+
     def flatten(self, named: dict[str, torch.Tensor]) -> torch.Tensor:
         """One vector of ``named`` (gradients, say), in the order of the parameters."""
         return torch.cat([named[name].reshape(-1) for name in self.names])
@@ -48,8 +53,8 @@ class FlatAdam:
         """Updates the parameters in place along ``grad``, a flat vector."""
         beta1, beta2 = self.betas
         self.num_steps.add_(1)
-        step_size = (self.lr / (1 - beta1**self.num_steps)).to(grad.dtype)
-        bias_correction2_sqrt = (1 - beta2**self.num_steps).sqrt().to(grad.dtype)
+        step_size = computed_once((self.lr / (1 - beta1**self.num_steps)).to(grad.dtype))
+        bias_correction2_sqrt = computed_once((1 - beta2**self.num_steps).sqrt().to(grad.dtype))
         self.exp_avg.lerp_(grad, 1 - beta1)
         self.exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         denominator = self.exp_avg_sq.sqrt() / bias_correction2_sqrt + self.eps
@@ -78,6 +83,14 @@ class FlatAdam:
                 target.copy_(torch.cat([state[i][key].reshape(-1) for i in range(len(self.names))]))
             self.num_steps.fill_(float(state[0]["step"]))
         self.lr.fill_(float(state_dict["param_groups"][0]["lr"]))
+
+
+def computed_once(scalar: torch.Tensor) -> torch.Tensor:
+    """``scalar`` [1], which TorchInductor is to compute once, not again for every vector of the loop that uses it.
+
+    It inlines elementwise work into the loops of its consumers, powers in float64 too. A strided view needs memory.
+    """
+    return scalar.as_strided((1,), (1,))
 
 
 def clip_grad_norm(grad: torch.Tensor, max_norm: float) -> torch.Tensor:

@@ -15,7 +15,6 @@ How the peers differ from our reference, as of Stable-Baselines3 2.9 and SBX 0.2
 import importlib
 import os
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -102,7 +101,6 @@ def learn(model, run: Run, warmup_steps: int, num_minibatches: int) -> None:
         """Keeps ``run`` up to date."""
 
         def _on_training_start(self) -> None:
-            self.began = time.perf_counter()
             self.episodes_seen = [0] * self.training_env.num_envs
             # Started again after the warm-up; a run interrupted before that has a speed too.
             run.start_clock()
@@ -114,7 +112,6 @@ def learn(model, run: Run, warmup_steps: int, num_minibatches: int) -> None:
             # The iteration before this rollout is done, its update included.
             self.update()
             if self.num_timesteps >= warmup_steps and not run.warmup_seconds:
-                run.warmup_seconds = time.perf_counter() - self.began
                 run.start_clock()
             elif run.warmup_seconds:
                 run.log({})

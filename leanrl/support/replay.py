@@ -1,0 +1,107 @@
+"""The replay of off-policy algorithms: one ring of transitions, preallocated on the learner's device."""
+
+from typing import NamedTuple
+
+import psutil
+import torch
+
+from leanrl.support.errors import bad
+
+
+class Batch(NamedTuple):
+    """Transitions: obs, next_obs [B, obs_dim], actions [B, action_dim], rewards and terminations [B], all float32.
+
+    ``next_obs`` is the true last observation where an episode ended, ``terminations`` is 1 only where the task ended
+    it: bootstrapping stops there, and goes on where time ran out.
+    """
+
+    obs: torch.Tensor
+    next_obs: torch.Tensor
+    actions: torch.Tensor
+    rewards: torch.Tensor
+    terminations: torch.Tensor
+
+
+class Replay:
+    """A ring of the last ``capacity`` transitions.
+
+    Writing and sampling are tensor operations without a synchronisation, so that they can be part of a compiled or
+    captured step. A transition is one row of one matrix: a sampled one costs one or two reads from memory, not five.
+
+    Args:
+        capacity: transitions kept.
+        obs_dim, action_dim: numbers in an observation and an action.
+        device: where it is kept.
+
+    Raises:
+        UsageError: the ring would not fit in the memory that is free on ``device``.
+    """
+
+    def __init__(self, capacity: int, obs_dim: int, action_dim: int, device: torch.device) -> None:
+        self.capacity = capacity
+        self._widths = [obs_dim, obs_dim, action_dim, 1, 1]
+        width = sum(self._widths)
+        require_memory((capacity + 1) * width * torch.float32.itemsize, device)
+        # The row behind the ring takes what is written and is no experience.
+        self.rows = torch.zeros(capacity + 1, width, device=device)
+        # Shape [1]: TorchInductor takes a 0-d int64 CPU tensor for a Python number and loses what is written to it.
+        self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
+        self.size = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def add(
+        self,
+        obs: torch.Tensor,
+        next_obs: torch.Tensor,
+        actions: torch.Tensor,
+        rewards: torch.Tensor,
+        terminations: torch.Tensor,
+        resets: torch.Tensor,
+    ) -> None:
+        """Writes one step of N environments, the oldest transitions making way.
+
+        Args:
+            obs, next_obs: [N, obs_dim].
+            actions: [N, action_dim].
+            rewards, terminations, resets: [N]; steps with ``resets`` 1 only reset their environment and are not kept.
+        """
+        row = torch.cat([obs, next_obs, actions, rewards.unsqueeze(1), terminations.unsqueeze(1)], 1)
+        kept = (resets == 0).long()
+        places = torch.where(kept == 1, (self.cursor + kept.cumsum(0) - kept) % self.capacity, self.capacity)
+        self.rows.index_copy_(0, places, row)
+        count = kept.sum()
+        self.cursor.copy_((self.cursor + count) % self.capacity)
+        self.size.copy_((self.size + count).clamp(max=self.capacity))
+
+    def sample(self, batch_size: int) -> Batch:
+        """``batch_size`` transitions, each drawn uniformly from all that are kept."""
+        # The modulo of 62 random bits: uniform to one part in 10**12, and the ring's size stays on the device.
+        inds = torch.randint(2**62, (batch_size,), device=self.rows.device) % self.size
+        return self.take(inds)
+
+    def take(self, inds: torch.Tensor) -> Batch:
+        """The transitions at ``inds`` [B]."""
+        obs, next_obs, actions, rewards, terminations = self.rows.index_select(0, inds).split(self._widths, 1)
+        return Batch(obs, next_obs, actions, rewards.squeeze(1), terminations.squeeze(1))
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The counters, which every ``add`` changes; with ``size`` back at 0 the rows do not matter."""
+        return [self.cursor, self.size]
+
+    def state_dict(self) -> dict:
+        """The part that is filled, and the cursor."""
+        return {"rows": self.rows[: self.size.item()].cpu().clone(), "cursor": self.cursor.cpu()}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Restores what ``state_dict`` returned, from a ring of the same capacity."""
+        size = len(state["rows"])
+        self.rows[:size].copy_(state["rows"])
+        self.size.fill_(size)
+        self.cursor.copy_(state["cursor"])
+
+
+def require_memory(num_bytes: int, device: torch.device) -> None:
+    """UsageError unless ``num_bytes`` are free on ``device``."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    if num_bytes > free:
+        remedy = f"needs {num_bytes:,} bytes and {free:,} are free on {device}; take a smaller one"
+        raise bad("buffer_size", "of the replay", remedy)
