@@ -153,7 +153,8 @@ class Actor(nn.Module):
         """[B, obs_dim] -> [B, action_dim]"""
         x = F.relu(self.fc1(obs))
         x = F.relu(self.fc2(x))
-        return torch.tanh(self.fc_mu(x)) * self.action_scale + self.action_bias
+        # float: under autocast the last layer's output has the precision of bfloat16.
+        return torch.tanh(self.fc_mu(x).float()) * self.action_scale + self.action_bias
 
 
 # ------------------------------------------------------------------------------------------------ TARGETS AND LOSSES
