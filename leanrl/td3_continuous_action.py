@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 from leanrl.support.checkpoints import resumed_step
 from leanrl.support.cli import RunArgs, run_script
-from leanrl.support.devices import available_cores, resolve_device, use_fast_products
+from leanrl.support.devices import available_cores, resolve_device, set_cpu_numerics
 from leanrl.support.envs import make_envs, require_continuous_actions, save_envs, start_envs
 from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
@@ -89,6 +89,8 @@ def validate(args: Args) -> None:
     require_unit_interval(args, "gamma", "tau")
     if args.total_timesteps < args.num_envs:
         raise bad("total_timesteps", args.total_timesteps, f"is less than one step of {args.num_envs} environments")
+    if args.buffer_size < args.num_envs:
+        raise bad("buffer_size", args.buffer_size, f"does not hold one step of {args.num_envs} environments")
     if args.learning_starts >= args.total_timesteps:
         raise bad(
             "learning_starts", args.learning_starts, f"leaves nothing of {args.total_timesteps} steps to learn in"
@@ -256,8 +258,7 @@ def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray
 def main(args: Args) -> None:
     validate(args)
     device = resolve_device(args)
-    torch.set_num_threads(args.num_threads or available_cores())
-    use_fast_products()
+    set_cpu_numerics(args.num_threads or available_cores())
     if args.capture_video:
         require_video(args.env_id)
     envs = make_envs(args.env_id, args.num_envs, args.seed, start=resumed_step(args.resume))

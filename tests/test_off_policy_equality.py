@@ -1,6 +1,8 @@
 """The fast rungs of the off-policy scripts compute what the references compute, update for update."""
 
 import importlib
+import itertools
+from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
 
@@ -36,12 +38,12 @@ def filled_replay(device: torch.device, action_dim: int = len(LOW), discrete: in
     return replay
 
 
-def make_executable(mode: str, update, device: torch.device, touched):
+def make_executable(mode: str, update, device: torch.device, touched, **options):
     """``update``, a function of no arguments, compiled or captured and warmed up without a trace."""
     if mode == "eager":
         return update
     if "compile" in mode:
-        update = CompiledStep(update, device)
+        update = CompiledStep(update, device, **options)
     if "cudagraphs" in mode:
         from tensordict.nn import CudaGraphModule
 
@@ -111,15 +113,15 @@ def td3_parameters(reference, fast) -> tuple[dict, dict]:
     return expected, {name: x.clone() for name, x in zip(expected, ours, strict=True)}
 
 
-def assert_moved_together(start: dict, expected: dict, got: dict) -> None:
-    """Each vector moved from ``start`` as it was expected to, but for a thousandth of the way.
+def assert_moved_together(start: dict, expected: dict, got: dict, tolerance: float = 1e-3) -> None:
+    """Each vector moved from ``start`` as it was expected to, but for ``tolerance`` of the way.
 
     Single parameters may differ by a step: where a gradient is nearly zero, Adam takes a step by its sign.
     """
     for name, moved in ((name, expected[name] - start[name]) for name in start):
         assert moved.abs().max() > 1e-3, f"{name} did not move"
         error = ((got[name] - expected[name]).norm() / moved.norm()).item()
-        assert error < 1e-3, f"{name}: off by {error:.1e} of its way"
+        assert error < tolerance, f"{name}: off by {error:.1e} of its way"
 
 
 @pytest.mark.parametrize("device", COMPILED)
@@ -135,3 +137,161 @@ def test_td3_equals_the_reference(mode, device):
     assert [int(optimizer.num_steps) for optimizer in fast.optimizers] == [NUM_UPDATES // 2, NUM_UPDATES]
     assert_moved_together(start, *td3_parameters(reference, fast))
     torch.testing.assert_close(fast.losses, reference.losses, atol=1e-3, rtol=1e-3)
+
+
+# --------------------------------------------------------------------------------------------------------------- SAC
+
+
+def sac_reference(device: torch.device, **changes):
+    sac = importlib.import_module("leanrl.sac_continuous_action")
+    args = sac.Args(**changes)
+    torch.manual_seed(1)
+    actor, critics = sac.Actor(OBS_DIM, LOW, HIGH).to(device), sac.Critics(OBS_DIM, len(LOW)).to(device)
+    critics_target = deepcopy(critics)
+    log_alpha = torch.tensor([1.0 if args.autotune else args.alpha], device=device).log().requires_grad_()
+    optimizers = [
+        torch.optim.Adam(parameters, lr=lr)
+        for parameters, lr in ((actor.parameters(), args.policy_lr), (critics.parameters(), args.q_lr))
+    ]
+    optimizers.append(torch.optim.Adam([log_alpha], lr=args.q_lr))
+    update, losses = sac.make_update(
+        actor, critics, critics_target, log_alpha, *optimizers, filled_replay(device), args
+    )
+    numbers = itertools.count(1)
+
+    def numbered_update(with_actor: bool) -> None:
+        update(with_actor, with_targets=next(numbers) % args.target_network_frequency == 0)
+
+    networks = SimpleNamespace(actor=actor, critics=critics, critics_target=critics_target, log_alpha=log_alpha)
+    return SimpleNamespace(update=numbered_update, losses=losses, networks=networks)
+
+
+@torch.no_grad()
+def sac_fast(mode: str, device: torch.device, **changes):
+    sac = importlib.import_module("leanrl.sac_continuous_action_torchcompile")
+    args = sac.Args(**changes)
+    torch.manual_seed(1)
+    actor, critics = sac.Actor(OBS_DIM, LOW, HIGH).to(device), sac.Critics(OBS_DIM, len(LOW)).to(device)
+    temperature = sac.Temperature(1.0 if args.autotune else args.alpha).to(device)
+    rates = {actor: args.policy_lr, critics: args.q_lr, temperature: args.q_lr}
+    optimizers = [FlatAdam(network, lr=lr, eps=1e-8) for network, lr in rates.items()]
+    critics_target = optimizers[1].params.clone()
+    update, losses = sac.make_update(*optimizers, critics_target, filled_replay(device), args)
+    touched = [tensor for optimizer in optimizers for tensor in optimizer.tensors()] + [critics_target, losses]
+    updates = {
+        flag: make_executable(mode, partial(update, flag), device, touched, **sac.EXACT_TANH) for flag in (False, True)
+    }
+    return SimpleNamespace(
+        update=lambda with_actor: updates[with_actor](),
+        losses=losses,
+        optimizers=optimizers,
+        critics_target=critics_target,
+    )
+
+
+def sac_parameters(reference, fast) -> tuple[dict, dict]:
+    """As td3_parameters."""
+    networks = reference.networks
+    expected = {
+        "actor": networks.actor.parameters(),
+        "critics": twins(networks.critics),
+        "log_alpha": [networks.log_alpha],
+        "critics target": twins(networks.critics_target),
+    }
+    expected = {name: torch.cat([p.detach().reshape(-1) for p in ps]) for name, ps in expected.items()}
+    actor, critics, temperature = fast.optimizers
+    # The reference has two heads, weight and bias each; the fast rung one.
+    pieces = actor.unflatten(actor.params)
+    *body, weight, bias = [pieces[name] for name in pieces]
+    heads = [x for pair in zip(weight.chunk(2), bias.chunk(2), strict=True) for x in pair]
+    ours = [
+        torch.cat([x.reshape(-1) for x in [*body, *heads]]),
+        critics.params,
+        temperature.params,
+        fast.critics_target,
+    ]
+    return expected, {name: x.clone() for name, x in zip(expected, ours, strict=True)}
+
+
+@pytest.mark.parametrize("device", COMPILED)
+@pytest.mark.parametrize("changes", [{}, {"autotune": False, "target_network_frequency": 3}], ids=["autotune", "fixed"])
+@pytest.mark.parametrize("mode", ["eager", "compile", pytest.param("compile+cudagraphs", marks=pytest.mark.cuda)])
+def test_sac_equals_the_reference(mode, changes, device):
+    reference, fast = sac_reference(device, **changes), sac_fast(mode, device, **changes)
+    start, ours = sac_parameters(reference, fast)
+    assert all(torch.equal(start[name], ours[name]) for name in start)
+    for side in (reference, fast):
+        torch.manual_seed(2)
+        for n in range(1, NUM_UPDATES + 1):
+            side.update(n % 2 == 0)
+    actor_steps = NUM_UPDATES // 2 * 2  # two at a time, every second update
+    alpha_steps = 0 if changes else actor_steps
+    assert [int(optimizer.num_steps) for optimizer in fast.optimizers] == [actor_steps, NUM_UPDATES, alpha_steps]
+    expected, got = sac_parameters(reference, fast)
+    if changes:
+        assert torch.equal(got.pop("log_alpha"), start.pop("log_alpha"))
+    # Near the bounds, rounding decides the density of an action.
+    assert_moved_together(start, expected, got, tolerance=5e-3)
+    torch.testing.assert_close(fast.losses, reference.losses, atol=1e-3, rtol=1e-3)
+
+
+# --------------------------------------------------------------------------------------------------------------- DQN
+
+
+@pytest.mark.parametrize("device", COMPILED)
+@pytest.mark.parametrize("mode", ["eager", "compile", pytest.param("compile+cudagraphs", marks=pytest.mark.cuda)])
+def test_dqn_equals_the_reference(mode, device):
+    plain, quick = (importlib.import_module(f"leanrl.{name}") for name in ("dqn", "dqn_torchcompile"))
+    args = plain.Args(learning_rate=1e-3, tau=0.7)
+    torch.manual_seed(1)
+    q_network = plain.QNetwork(OBS_DIM, 3).to(device)
+    target_network = deepcopy(q_network)
+    optimizer = torch.optim.Adam(q_network.parameters(), lr=args.learning_rate)
+    replay = filled_replay(device, action_dim=1, discrete=3)
+    update, losses = plain.make_update(q_network, target_network, optimizer, replay, args)
+
+    flat = FlatAdam(deepcopy(q_network), lr=args.learning_rate, eps=1e-8)
+    flat_target = flat.params.clone()
+    replay = filled_replay(device, action_dim=1, discrete=3)
+    with torch.no_grad():
+        fast_update, fast_losses = quick.make_update(flat, flat_target, replay, args)
+        fast_update = make_executable(mode, fast_update, device, [*flat.tensors(), fast_losses])
+
+    def parameters(network) -> torch.Tensor:
+        return torch.cat([p.detach().reshape(-1) for p in network.parameters()])
+
+    start = {"network": parameters(q_network), "target": parameters(target_network)}
+    torch.manual_seed(2)
+    for n in range(1, NUM_UPDATES + 1):
+        update()
+        if n % 25 == 0:
+            plain.update_target(q_network, target_network, args.tau)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for n in range(1, NUM_UPDATES + 1):
+            fast_update()
+            if n % 25 == 0:
+                flat_target.lerp_(flat.params, args.tau)
+    assert int(flat.num_steps) == NUM_UPDATES
+    expected = {"network": parameters(q_network), "target": parameters(target_network)}
+    assert_moved_together(start, expected, {"network": flat.params, "target": flat_target})
+    torch.testing.assert_close(fast_losses, losses, atol=1e-3, rtol=1e-3)
+
+
+def test_dqn_stages_what_the_reference_writes():
+    """Transitions written together, reset steps and an unfilled end included, make the same replay."""
+    quick = importlib.import_module("leanrl.dqn_torchcompile")
+    rng = np.random.default_rng(0)
+    plain, staged = Replay(20, OBS_DIM, 1, CPU), Replay(20, OBS_DIM, 1, CPU)
+    staging = quick.Staging(4, 2, OBS_DIM, CPU)
+    for step in range(30):
+        obs, next_obs = rng.normal(size=(2, 2, OBS_DIM))
+        told = rng.integers(3, size=2), rng.normal(size=2), rng.random(2) < 0.2, rng.random(2) < 0.2
+        staging.add(obs, next_obs, *told)
+        actions, *rest = (torch.as_tensor(x, dtype=torch.float32) for x in told)
+        plain.add(torch.tensor(obs).float(), torch.tensor(next_obs).float(), actions[:, None], *rest)
+        if staging.num_staged == staging.capacity or step == 29:
+            staged.add(*staging.split(staging.take()))
+    assert staging.num_staged == 0
+    assert plain.size.item() == 20 and torch.equal(plain.cursor, staged.cursor)
+    assert torch.equal(plain.rows[:20], staged.rows[:20])

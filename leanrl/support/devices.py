@@ -56,12 +56,22 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
-def use_fast_products() -> bool:
-    """Lets oneDNN do PyTorch's float32 matrix products where it is known to be faster and as exact.
+def set_cpu_numerics(num_threads: int) -> None:
+    """Threads, denormal numbers and float32 products of PyTorch on the CPU; call it before any work is done there.
 
-    PyTorch's own choice, MKL, holds back on AMD's processors. Telling oneDNN that it may use bfloat16 makes PyTorch
-    call it; without AMX units it computes in float32 all the same, at twice MKL's speed. Where a product shows that it
-    does not, nothing is changed.
+    Denormal numbers count as 0: Adam's averages decay into them wherever gradients stay 0 (behind a dead relu, say),
+    and arithmetic on them takes a hundred times as long. Threads take the setting over from the one that starts them.
+    """
+    torch.set_flush_denormal(True)
+    torch.set_num_threads(num_threads)
+    use_onednn_products()
+
+
+def use_onednn_products() -> bool:
+    """Lets oneDNN do float32 matrix products on AMD's processors, where PyTorch's own choice, MKL, holds back.
+
+    Telling oneDNN that it may use bfloat16 makes PyTorch call it. Without AMX units it computes in float32 all the
+    same, at twice MKL's speed; where a product shows that it does not, nothing is changed.
 
     Returns:
         whether the setting was made (``args.json`` records it).

@@ -204,13 +204,27 @@ def start_envs(envs: VectorEnv, episodes: EpisodeStatistics, saved: dict | None)
     return envs.load_state_dict(saved["simulators"]), np.array(saved["simulators"]["done"])
 
 
+def require_discrete_actions(envs: VectorEnv, env_id: str) -> None:
+    """UsageError unless actions are numbered from 0 and observations are vectors of numbers."""
+    action = envs.single_action_space
+    if not isinstance(action, gym.spaces.Discrete) or action.start != 0:
+        raise bad("env_id", env_id, f"has {type(action).__name__} actions; this script needs Discrete ones, from 0 on")
+    require_vector_observations(envs, env_id)
+
+
 def require_continuous_actions(envs: VectorEnv, env_id: str) -> None:
     """UsageError unless actions and observations are vectors of real numbers, the actions bounded."""
-    action, obs = envs.single_action_space, envs.single_observation_space
+    action = envs.single_action_space
     if not isinstance(action, gym.spaces.Box):
         raise bad("env_id", env_id, f"has {type(action).__name__} actions; this script needs continuous (Box) ones")
     if not np.isfinite(action.low).all() or not np.isfinite(action.high).all():
         raise bad("env_id", env_id, "has unbounded actions; this script needs finite bounds")
+    require_vector_observations(envs, env_id)
+
+
+def require_vector_observations(envs: VectorEnv, env_id: str) -> None:
+    """UsageError unless an observation is a vector of numbers."""
+    obs = envs.single_observation_space
     if not isinstance(obs, gym.spaces.Box) or len(obs.shape) != 1:
         raise bad("env_id", env_id, f"has observations of {obs}; this script needs a vector of numbers")
 

@@ -1,5 +1,7 @@
 """Returns and lengths of the episodes that end, counted as Gymnasium's RecordEpisodeStatistics counts them."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -15,7 +17,7 @@ class EpisodeStatistics:
         self._returns = np.zeros(num_envs)
         self._lengths = np.zeros(num_envs, int)
 
-    def add_step(self, rewards: np.ndarray, dones: np.ndarray, resets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def add_step(self, rewards: np.ndarray, dones: np.ndarray, resets: np.ndarray) -> tuple[Sequence, Sequence]:
         """Returns and lengths of the episodes that ended with this step.
 
         Args:
@@ -23,6 +25,8 @@ class EpisodeStatistics:
         """
         self._returns += rewards
         self._lengths += ~resets
+        if not dones.any():
+            return (), ()
         ended_returns, ended_lengths = self._returns[dones], self._lengths[dones]
         self._returns[dones], self._lengths[dones] = 0.0, 0
         return ended_returns, ended_lengths

@@ -40,13 +40,16 @@ class CompiledStep:
             have no other side effect.
         device: where its tensors are.
         cpp_wrapper: (CPU) call the kernels from C++ instead of Python, which pays where they are many.
+        options: (CPU) instead of those in CPU_OPTIONS.
 
     Raises:
         torch._dynamo.exc.Unsupported: (first call) ``fn`` does not trace as one graph.
     """
 
-    def __init__(self, fn: Callable[..., torch.Tensor | None], device: torch.device, cpp_wrapper: bool = True) -> None:
-        self._options = compile_options(device, cpp_wrapper)
+    def __init__(
+        self, fn: Callable[..., torch.Tensor | None], device: torch.device, cpp_wrapper: bool = True, **options
+    ) -> None:
+        self._options = compile_options(device, cpp_wrapper, **options)
         self._first_call = torch.compile(fn, backend=self._backend, fullgraph=True, dynamic=False)
         self._graph: Callable | None = None
 
@@ -76,12 +79,12 @@ class CompiledStep:
         return None if self._result is None else outputs[self._result]
 
 
-def compile_options(device: torch.device, cpp_wrapper: bool = True) -> dict:
+def compile_options(device: torch.device, cpp_wrapper: bool = True, **changes) -> dict:
     """TorchInductor's options for ``device``, those that this PyTorch knows."""
     if device.type != "cpu":
         return {}
     known = set(torch._inductor.list_options())
-    options = {"cpp_wrapper": cpp_wrapper, **CPU_OPTIONS}
+    options = {"cpp_wrapper": cpp_wrapper, **CPU_OPTIONS, **changes}
     return {name: value for name, value in options.items() if name in known}
 
 

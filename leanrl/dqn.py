@@ -1,0 +1,281 @@
+"""Deep Q-Network (DQN) for discrete actions: the readable eager reference.
+
+Paper: https://www.nature.com/articles/nature14236. Algorithm, names, hyperparameters and structure follow CleanRL's
+https://docs.cleanrl.dev/rl-algorithms/dqn/#dqnpy; what differs: episodes that run out of time are bootstrapped from
+their true last observation, and steps that only reset an environment are not stored.
+Its fast sibling, which computes the same numbers, is dqn_torchcompile.py.
+
+    python leanrl/dqn.py --env-id CartPole-v1
+    python leanrl/dqn.py --env-id Acrobot-v1 --seed 2 --save-model --capture-video
+
+Measured speed and learning curves: doc/algorithms/dqn.md
+"""
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Literal
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from leanrl.support.checkpoints import resumed_step
+from leanrl.support.cli import RunArgs, run_script
+from leanrl.support.devices import resolve_device, set_cpu_numerics
+from leanrl.support.envs import make_envs, require_discrete_actions, save_envs, start_envs
+from leanrl.support.episodes import EpisodeStatistics
+from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
+from leanrl.support.evaluation import record_video, require_video
+from leanrl.support.replay import Batch, Replay
+from leanrl.support.run import Run, seed_everything
+from leanrl.support.schedule import UpdateSchedule
+
+
+@dataclass
+class Args(RunArgs):
+    env_id: str = "CartPole-v1"
+    """Gymnasium environment with discrete actions and a vector of numbers as observation"""
+    total_timesteps: int = 500_000
+    """environment steps of the whole run"""
+    seed: int = 1
+    """seed of the environments, the network, the sampling and the exploration"""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N"""
+    amp: Literal["none", "bf16"] = "none"
+    """bf16 runs the networks of the update under autocast"""
+    num_threads: int = 1
+    """CPU threads of PyTorch; the network is too small for a second one"""
+    log_every: int = 1_000
+    """environment steps between log points"""
+    checkpoint_replay: bool = True
+    """write the replay into checkpoints; without it a resumed run fills a new one before it trains on"""
+
+    learning_rate: float = 2.5e-4
+    """of Adam"""
+    num_envs: int = 1
+    """environments stepped together"""
+    buffer_size: int = 10_000
+    """transitions that the replay keeps"""
+    gamma: float = 0.99
+    """discount"""
+    tau: float = 1.0
+    """the part of the way that the target network goes to the trained one at once; 1 copies it"""
+    target_network_frequency: int = 500
+    """environment steps between updates of the target network"""
+    batch_size: int = 128
+    """transitions of an update"""
+    start_e: float = 1.0
+    """probability of a random action at the start"""
+    end_e: float = 0.05
+    """probability of a random action after the exploration fraction"""
+    exploration_fraction: float = 0.5
+    """part of the run over which that probability falls"""
+    learning_starts: int = 10_000
+    """environment steps before the first update"""
+    updates_per_step: float = 0.1
+    """updates for each step of one environment, whatever the number of environments"""
+
+
+def validate(args: Args) -> None:
+    """Raises UsageError on the first argument that cannot work."""
+    require_at_least(args, 1, "total_timesteps", "num_envs", "buffer_size", "batch_size", "target_network_frequency")
+    require_at_least(args, 1, "num_threads", "log_every", "checkpoint_every")
+    require_at_least(args, 0, "seed", "learning_starts")
+    require_positive(args, "learning_rate", "updates_per_step", "exploration_fraction")
+    require_unit_interval(args, "gamma", "tau", "start_e", "end_e")
+    if args.total_timesteps < args.num_envs:
+        raise bad("total_timesteps", args.total_timesteps, f"is less than one step of {args.num_envs} environments")
+    if args.buffer_size < args.num_envs:
+        raise bad("buffer_size", args.buffer_size, f"does not hold one step of {args.num_envs} environments")
+    if args.learning_starts >= args.total_timesteps:
+        raise bad(
+            "learning_starts", args.learning_starts, f"leaves nothing of {args.total_timesteps} steps to learn in"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------- NETWORKS
+
+
+class QNetwork(nn.Sequential):
+    """The value of each action in a state: [B, obs_dim] -> [B, num_actions]"""
+
+    def __init__(self, obs_dim: int, num_actions: int) -> None:
+        super().__init__(
+            nn.Linear(obs_dim, 120),
+            nn.ReLU(),
+            nn.Linear(120, 84),
+            nn.ReLU(),
+            nn.Linear(84, num_actions),
+        )
+
+
+# ------------------------------------------------------------------------------------------------ TARGETS AND LOSSES
+
+
+def dqn_target(target_network: QNetwork, batch: Batch, gamma: float) -> torch.Tensor:
+    """What the network should say of the actions taken, [B] (the paper's algorithm 1)."""
+    target_max = target_network(batch.next_obs).float().amax(1)
+    return batch.rewards + gamma * (1.0 - batch.terminations) * target_max
+
+
+def dqn_loss(
+    q_values: torch.Tensor, actions: torch.Tensor, td_target: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean squared error, and the mean value of the actions taken: [B, num_actions], [B, 1], [B] -> scalars"""
+    old_val = q_values.float().gather(1, actions.long()).squeeze(1)
+    return F.mse_loss(td_target, old_val), old_val.mean()
+
+
+LOSS_NAMES = ("td_loss", "q_values")
+
+
+def linear_schedule(args: Args, global_step: int) -> float:
+    """The probability of a random action at ``global_step``."""
+    progress = min(1.0, global_step / (args.exploration_fraction * args.total_timesteps))
+    return args.start_e + (args.end_e - args.start_e) * progress
+
+
+# ------------------------------------------------------------------------------------------------------------ UPDATE
+
+
+def make_update(
+    q_network: QNetwork, target_network: QNetwork, optimizer: torch.optim.Adam, replay: Replay, args: Args
+) -> tuple[Callable, torch.Tensor]:
+    """The function ``update()`` that trains on one batch, and the losses [2] (LOSS_NAMES) that it writes."""
+    device_type = replay.rows.device.type
+    losses = torch.zeros(len(LOSS_NAMES), device=replay.rows.device)
+
+    def update() -> None:
+        batch = replay.sample(args.batch_size)
+        with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
+            with torch.no_grad():
+                td_target = dqn_target(target_network, batch, args.gamma)
+            loss, q_value = dqn_loss(q_network(batch.obs), batch.actions, td_target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.copy_(torch.stack([loss.detach(), q_value.detach()]))
+
+    return update, losses
+
+
+@torch.no_grad()
+def update_target(q_network: QNetwork, target_network: QNetwork, tau: float) -> None:
+    """Moves the target's parameters ``tau`` of the way to the trained ones."""
+    for parameter, target_parameter in zip(q_network.parameters(), target_network.parameters(), strict=True):
+        target_parameter.lerp_(parameter, tau)
+
+
+# ------------------------------------------------------------------------------------------------------------ ACTING
+
+
+@torch.no_grad()
+def act(q_network: QNetwork, obs: torch.Tensor, num_actions: int, epsilon: float) -> np.ndarray:
+    """Epsilon-greedy actions: [N, obs_dim] -> [N]"""
+    coins, choices = np.random.random((2, len(obs)))
+    actions = (choices * num_actions).astype(np.int64)
+    greedy = coins >= epsilon
+    if greedy.any():
+        actions[greedy] = q_network(obs).argmax(1).cpu().numpy()[greedy]
+    return actions
+
+
+def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
+    """The greedy policy of a saved model: observations [N, obs_dim] -> actions [N]."""
+    q_network = QNetwork(envs.single_observation_space.shape[0], int(envs.single_action_space.n))
+    q_network.load_state_dict(model["q_network"])
+
+    @torch.no_grad()
+    def policy(obs: np.ndarray) -> np.ndarray:
+        return q_network(torch.as_tensor(obs, dtype=torch.float32)).argmax(1).numpy()
+
+    return policy
+
+
+# -------------------------------------------------------------------------------------------------------------- MAIN
+
+
+def main(args: Args) -> None:
+    validate(args)
+    device = resolve_device(args)
+    set_cpu_numerics(args.num_threads)
+    if args.capture_video:
+        require_video(args.env_id)
+    envs = make_envs(args.env_id, args.num_envs, args.seed, start=resumed_step(args.resume))
+    require_discrete_actions(envs, args.env_id)
+    obs_dim, num_actions = envs.single_observation_space.shape[0], int(envs.single_action_space.n)
+
+    seed_everything(args.seed)
+    q_network = QNetwork(obs_dim, num_actions).to(device)
+    target_network = deepcopy(q_network)
+    optimizer = torch.optim.Adam(q_network.parameters(), lr=args.learning_rate)
+    replay = Replay(args.buffer_size, obs_dim, 1, device)
+    update, losses = make_update(q_network, target_network, optimizer, replay, args)
+    episodes = EpisodeStatistics(args.num_envs)
+    parts = {"q_network": q_network, "target_network": target_network, "optimizer": optimizer}
+
+    def state_dict() -> dict:
+        return {
+            **{name: part.state_dict() for name, part in parts.items()},
+            "replay": replay.state_dict() if args.checkpoint_replay else None,
+            "envs": save_envs(envs, episodes),
+        }
+
+    with Run(args, __file__, device, total_steps=args.total_timesteps // args.num_envs * args.num_envs) as run:
+        saved = run.resumed
+        learning_starts = args.learning_starts
+        if saved is not None:
+            for name, part in parts.items():
+                part.load_state_dict(saved[name])
+            if saved["replay"] is not None:
+                replay.load_state_dict(saved["replay"])
+            else:
+                learning_starts = run.global_step + max(args.learning_starts, args.batch_size)
+        schedule = UpdateSchedule(args.num_envs, learning_starts, args.updates_per_step)
+
+        # resets: whether an environment's next step only resets it (NEXT_STEP autoreset).
+        obs, resets = start_envs(envs, episodes, saved and saved["envs"])
+        obs = torch.as_tensor(obs, dtype=torch.float32, device=device)
+        run.restore_rng()
+        run.start_clock()
+        while run.global_step < run.total_steps and not run.stop_requested:
+            epsilon = linear_schedule(args, run.global_step)
+            actions = act(q_network, obs, num_actions, epsilon)
+            next_obs, rewards, terminations, truncations, _ = envs.step(actions)
+            dones = terminations | truncations
+            run.global_step += args.num_envs
+            run.record_episodes(*episodes.add_step(rewards, dones, resets))
+
+            next_obs = torch.as_tensor(next_obs, dtype=torch.float32, device=device)
+            told = (actions[:, None], rewards, terminations, resets)
+            replay.add(obs, next_obs, *(torch.as_tensor(x, dtype=torch.float32, device=device) for x in told))
+            obs, resets = next_obs, dones
+
+            due = schedule.due(run.global_step)
+            if due and not run.optimizer_steps:
+                run.start_clock()
+            for _ in range(due):
+                run.optimizer_steps += 1
+                update()
+            if run.optimizer_steps and run.global_step % args.target_network_frequency < args.num_envs:
+                update_target(q_network, target_network, args.tau)
+
+            if run.log_due():
+                named = {f"losses/{n}": x for n, x in zip(LOSS_NAMES, losses.tolist(), strict=True)}
+                run.log({"charts/epsilon": epsilon, **named})
+            if run.checkpoint_due():
+                run.checkpoint(state_dict())
+
+        run.finish(state_dict())
+        if args.save_model or args.capture_video:
+            run.save_model({"q_network": q_network.state_dict()})
+            if args.capture_video:
+                record_video(run.dir)
+    envs.close()
+
+
+if __name__ == "__main__":
+    run_script(main, Args, __file__)

@@ -1,0 +1,385 @@
+"""Deep Q-Network (DQN), made fast with torch.compile and CUDA graphs.
+
+The same algorithm and numbers as dqn.py (read that first; a diff of the two is the documentation of what was made
+fast). ``--compile`` and ``--cudagraphs`` switch each lever by itself.
+
+    python leanrl/dqn_torchcompile.py --env-id CartPole-v1 --compile
+    python leanrl/dqn_torchcompile.py --compile --cudagraphs     # on a CUDA device
+
+What is different, each with its measured gain in doc/optimizations.md:
+- transitions wait on the CPU until an update is due: one copy in and one call then write them to the replay, sample
+  and train; a step of the environment between two updates costs the greedy action, or nothing where a random one was drawn;
+- the greedy action for one observation is compiled into a few loops, without calls of a matrix library;
+- gradients by torch.func, and Adam over one flat vector.
+
+Measured speed and learning curves: doc/algorithms/dqn.md
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from tensordict.nn import CudaGraphModule
+
+from leanrl.support.checkpoints import resumed_step
+from leanrl.support.cli import RunArgs, run_script
+from leanrl.support.devices import resolve_device, set_cpu_numerics
+from leanrl.support.envs import EnvBackend, make_envs, require_discrete_actions, save_envs, start_envs
+from leanrl.support.episodes import EpisodeStatistics
+from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
+from leanrl.support.evaluation import record_video, require_video
+from leanrl.support.executables import CUDAGRAPH_WARMUP, WARMUP_CALLS, CompiledStep, untouched
+from leanrl.support.optim import FlatAdam
+from leanrl.support.replay import Batch, Replay
+from leanrl.support.run import Run, seed_everything
+from leanrl.support.schedule import UpdateSchedule
+
+
+@dataclass
+class Args(RunArgs):
+    env_id: str = "CartPole-v1"
+    """Gymnasium environment with discrete actions and a vector of numbers as observation"""
+    total_timesteps: int = 500_000
+    """environment steps of the whole run"""
+    seed: int = 1
+    """seed of the environments, the network, the sampling and the exploration"""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N"""
+    amp: Literal["none", "bf16"] = "none"
+    """bf16 runs the networks of the update under autocast"""
+    num_threads: int = 1
+    """CPU threads of PyTorch; the network is too small for a second one"""
+    log_every: int = 1_000
+    """environment steps between log points"""
+    checkpoint_replay: bool = True
+    """write the replay into checkpoints; without it a resumed run fills a new one before it trains on"""
+
+    compile: bool = False
+    """compile the greedy action and the training step with torch.compile"""
+    cudagraphs: bool = False
+    """replay the greedy action and the training step as CUDA graphs (tensordict's CudaGraphModule)"""
+    env_backend: EnvBackend = "gymnasium"
+    """gymnasium steps the environments in this process, envpool on C++ threads (faster from about 4 environments)"""
+
+    learning_rate: float = 2.5e-4
+    """of Adam"""
+    num_envs: int = 1
+    """environments stepped together"""
+    buffer_size: int = 10_000
+    """transitions that the replay keeps"""
+    gamma: float = 0.99
+    """discount"""
+    tau: float = 1.0
+    """the part of the way that the target network goes to the trained one at once; 1 copies it"""
+    target_network_frequency: int = 500
+    """environment steps between updates of the target network"""
+    batch_size: int = 128
+    """transitions of an update"""
+    start_e: float = 1.0
+    """probability of a random action at the start"""
+    end_e: float = 0.05
+    """probability of a random action after the exploration fraction"""
+    exploration_fraction: float = 0.5
+    """part of the run over which that probability falls"""
+    learning_starts: int = 10_000
+    """environment steps before the first update"""
+    updates_per_step: float = 0.1
+    """updates for each step of one environment, whatever the number of environments"""
+
+
+def validate(args: Args) -> None:
+    """Raises UsageError on the first argument that cannot work."""
+    require_at_least(args, 1, "total_timesteps", "num_envs", "buffer_size", "batch_size", "target_network_frequency")
+    require_at_least(args, 1, "num_threads", "log_every", "checkpoint_every")
+    require_at_least(args, 0, "seed", "learning_starts")
+    require_positive(args, "learning_rate", "updates_per_step", "exploration_fraction")
+    require_unit_interval(args, "gamma", "tau", "start_e", "end_e")
+    if args.total_timesteps < args.num_envs:
+        raise bad("total_timesteps", args.total_timesteps, f"is less than one step of {args.num_envs} environments")
+    if args.buffer_size < args.num_envs:
+        raise bad("buffer_size", args.buffer_size, f"does not hold one step of {args.num_envs} environments")
+    if args.learning_starts >= args.total_timesteps:
+        raise bad(
+            "learning_starts", args.learning_starts, f"leaves nothing of {args.total_timesteps} steps to learn in"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------- NETWORKS
+
+
+class QNetwork(nn.Sequential):
+    """The value of each action in a state: [B, obs_dim] -> [B, num_actions]"""
+
+    def __init__(self, obs_dim: int, num_actions: int) -> None:
+        super().__init__(
+            nn.Linear(obs_dim, 120),
+            nn.ReLU(),
+            nn.Linear(120, 84),
+            nn.ReLU(),
+            nn.Linear(84, num_actions),
+        )
+
+
+# ------------------------------------------------------------------------------------------------ TARGETS AND LOSSES
+
+
+def dqn_target(target_network: Callable, batch: Batch, gamma: float) -> torch.Tensor:
+    """What the network should say of the actions taken, [B] (the paper's algorithm 1)."""
+    target_max = target_network(batch.next_obs).float().amax(1)
+    return batch.rewards + gamma * (1.0 - batch.terminations) * target_max
+
+
+def dqn_loss(
+    q_values: torch.Tensor, actions: torch.Tensor, td_target: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean squared error, and the mean value of the actions taken: [B, num_actions], [B, 1], [B] -> scalars"""
+    old_val = q_values.float().gather(1, actions.long()).squeeze(1)
+    return F.mse_loss(td_target, old_val), old_val.mean()
+
+
+LOSS_NAMES = ("td_loss", "q_values")
+
+
+def linear_schedule(args: Args, global_step: int) -> float:
+    """The probability of a random action at ``global_step``."""
+    progress = min(1.0, global_step / (args.exploration_fraction * args.total_timesteps))
+    return args.start_e + (args.end_e - args.start_e) * progress
+
+
+# ------------------------------------------------------------------------------------------------------------ UPDATE
+
+
+def make_update(
+    optimizer: FlatAdam, target_network: torch.Tensor, replay: Replay, args: Args
+) -> tuple[Callable, torch.Tensor]:
+    """The function ``update()`` that trains on one batch, and the losses [2] (LOSS_NAMES) that it writes.
+
+    Args:
+        target_network: flat vector of parameters.
+    """
+    device_type = replay.rows.device.type
+    losses = torch.zeros(len(LOSS_NAMES), device=replay.rows.device)
+
+    def update() -> None:
+        batch = replay.sample(args.batch_size)
+        with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
+            td_target = dqn_target(lambda obs: optimizer.apply(target_network, obs), batch, args.gamma)
+
+        def loss_fn(params: torch.Tensor):
+            with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
+                loss, q_value = dqn_loss(optimizer.apply(params, batch.obs), batch.actions, td_target)
+            return loss, torch.stack([loss, q_value])
+
+        # torch.func instead of .backward(), which breaks the graph in three.
+        grad, parts = torch.func.grad(loss_fn, has_aux=True)(optimizer.params)
+        optimizer.step(grad)
+        losses.copy_(parts)
+
+    return update, losses
+
+
+# ------------------------------------------------------------------------------------------------------------ ACTING
+
+
+class Staging:
+    """Transitions on the CPU that wait to be written to the replay, all in one copy.
+
+    Args:
+        num_steps: steps of the environments that it holds.
+    """
+
+    def __init__(self, num_steps: int, num_envs: int, obs_dim: int, device: torch.device) -> None:
+        self.capacity = num_steps
+        self.num_staged = 0
+        self._device = device
+        self._rows = torch.zeros(num_steps, num_envs, 2 * obs_dim + 4, pin_memory=device.type == "cuda")
+        numpy = self._rows.numpy()
+        # Views of the columns of a row: obs, next_obs, action, reward, termination, reset.
+        self._obs, self._next_obs = numpy[:, :, :obs_dim], numpy[:, :, obs_dim : 2 * obs_dim]
+        self._actions, self._rewards, self._terminations, self._resets = numpy[:, :, 2 * obs_dim :].transpose(2, 0, 1)
+        self._widths = [obs_dim, obs_dim, 1, 1, 1, 1]
+
+    def add(self, obs, next_obs, actions, rewards, terminations, resets) -> None:
+        """Takes one step of the environments, arrays [N, ...]."""
+        i = self.num_staged
+        self._obs[i], self._next_obs[i], self._actions[i] = obs, next_obs, actions
+        self._rewards[i], self._terminations[i], self._resets[i] = rewards, terminations, resets
+        self.num_staged += 1
+
+    def take(self) -> torch.Tensor:
+        """All rows [num_steps * N, 2 * obs_dim + 4] on the learner's device, those without a step marked as resets."""
+        self._resets[self.num_staged :] = 1.0
+        self.num_staged = 0
+        return self._rows.flatten(0, 1).to(self._device, non_blocking=True)
+
+    def split(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """``rows`` as the arguments of ``Replay.add``."""
+        obs, next_obs, actions, *told = rows.split(self._widths, 1)
+        return obs, next_obs, actions, *(x.squeeze(1) for x in told)
+
+
+def mlp_as_sums(network: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+    """``network(x)`` for one row [1, in] with its matrix products written as sums, which TorchInductor fuses."""
+    for layer in network:
+        x = (layer.weight * x).sum(-1).unsqueeze(0) + layer.bias if isinstance(layer, nn.Linear) else layer(x)
+    return x
+
+
+def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
+    """The greedy policy of a saved model: observations [N, obs_dim] -> actions [N]."""
+    q_network = QNetwork(envs.single_observation_space.shape[0], int(envs.single_action_space.n))
+    q_network.load_state_dict(model["q_network"])
+
+    @torch.no_grad()
+    def policy(obs: np.ndarray) -> np.ndarray:
+        return q_network(torch.as_tensor(obs, dtype=torch.float32)).argmax(1).numpy()
+
+    return policy
+
+
+# ------------------------------------------------------------------------------------------------------- EXECUTABLES
+
+
+def make_executables(q_network: QNetwork, replay: Replay, staging: Staging, update: Callable, args: Args) -> tuple:
+    """The functions of the loop, compiled and captured as the flags say.
+
+    Returns:
+        ``greedy(obs)``: [N, obs_dim] -> the best actions [N];
+        ``learn(rows)``: writes what was staged to the replay and takes an update;
+        ``update()``: takes another one.
+    """
+    device = replay.rows.device
+    as_sums = args.compile and device.type == "cpu" and args.num_envs == 1
+
+    def greedy(obs: torch.Tensor) -> torch.Tensor:
+        return (mlp_as_sums(q_network, obs) if as_sums else q_network(obs)).argmax(1)
+
+    def learn(rows: torch.Tensor) -> None:
+        replay.add(*staging.split(rows))
+        update()
+
+    def executable(fn: Callable, cpp_wrapper: bool) -> Callable:
+        if args.compile:
+            fn = CompiledStep(fn, device, cpp_wrapper)
+        if args.cudagraphs:
+            fn = CudaGraphModule(fn, warmup=CUDAGRAPH_WARMUP)
+        return fn
+
+    return executable(greedy, False), executable(learn, True), executable(update, True)
+
+
+# -------------------------------------------------------------------------------------------------------------- MAIN
+
+
+@torch.no_grad()
+def main(args: Args) -> None:
+    validate(args)
+    device = resolve_device(args)
+    set_cpu_numerics(args.num_threads)
+    if args.capture_video:
+        require_video(args.env_id)
+    envs = make_envs(args.env_id, args.num_envs, args.seed, args.env_backend, start=resumed_step(args.resume))
+    require_discrete_actions(envs, args.env_id)
+    obs_dim, num_actions = envs.single_observation_space.shape[0], int(envs.single_action_space.n)
+
+    seed_everything(args.seed)
+    q_network = QNetwork(obs_dim, num_actions).to(device)
+    optimizer = FlatAdam(q_network, lr=args.learning_rate, eps=1e-8)
+    target_network = optimizer.params.clone()
+    replay = Replay(args.buffer_size, obs_dim, 1, device)
+    # As many steps as can pass between two updates.
+    num_staged = math.ceil(1 / (args.num_envs * args.updates_per_step))
+    staging = Staging(num_staged, args.num_envs, obs_dim, device)
+    just_update, losses = make_update(optimizer, target_network, replay, args)
+    greedy, learn, update = make_executables(q_network, replay, staging, just_update, args)
+    episodes = EpisodeStatistics(args.num_envs)
+    parts = {"q_network": q_network, "optimizer": optimizer}
+
+    def write_staged() -> None:
+        if staging.num_staged:
+            replay.add(*staging.split(staging.take()))
+
+    def state_dict() -> dict:
+        write_staged()
+        return {
+            **{name: part.state_dict() for name, part in parts.items()},
+            "target_network": target_network.clone(),
+            "replay": replay.state_dict() if args.checkpoint_replay else None,
+            "envs": save_envs(envs, episodes),
+        }
+
+    with Run(args, __file__, device, total_steps=args.total_timesteps // args.num_envs * args.num_envs) as run:
+        saved = run.resumed
+        learning_starts = args.learning_starts
+        if saved is not None:
+            for name, part in parts.items():
+                part.load_state_dict(saved[name])
+            target_network.copy_(saved["target_network"])
+            if saved["replay"] is not None:
+                replay.load_state_dict(saved["replay"])
+            else:
+                learning_starts = run.global_step + max(args.learning_starts, args.batch_size)
+        schedule = UpdateSchedule(args.num_envs, learning_starts, args.updates_per_step)
+
+        with run.warmup(), untouched([*optimizer.tensors(), *replay.tensors(), losses], device):
+            replay.size.clamp_(min=1)  # there must be a transition to sample
+            for _ in range(WARMUP_CALLS if args.compile or args.cudagraphs else 1):
+                greedy(torch.zeros(args.num_envs, obs_dim, device=device))
+                learn(staging.take())
+                if args.num_envs * args.updates_per_step > 1:
+                    update()
+
+        # resets: whether an environment's next step only resets it (NEXT_STEP autoreset).
+        obs, resets = start_envs(envs, episodes, saved and saved["envs"])
+        run.restore_rng()
+        run.start_clock()
+        while run.global_step < run.total_steps and not run.stop_requested:
+            epsilon = linear_schedule(args, run.global_step)
+            coins, choices = np.random.random((2, args.num_envs))
+            actions = (choices * num_actions).astype(np.int64)
+            is_greedy = coins >= epsilon
+            if is_greedy.any():
+                best = greedy(torch.from_numpy(np.asarray(obs, np.float32)).to(device))
+                actions[is_greedy] = best.cpu().numpy()[is_greedy]
+            next_obs, rewards, terminations, truncations, _ = envs.step(actions)
+            dones = terminations | truncations
+            run.global_step += args.num_envs
+            run.record_episodes(*episodes.add_step(rewards, dones, resets))
+            staging.add(obs, next_obs, actions, rewards, terminations, resets)
+            obs, resets = next_obs, dones
+
+            due = schedule.due(run.global_step)
+            if due:
+                if not run.optimizer_steps:
+                    run.start_clock()
+                run.optimizer_steps += due
+                learn(staging.take())
+                for _ in range(due - 1):
+                    update()
+            elif staging.num_staged == staging.capacity:
+                write_staged()
+            if run.optimizer_steps and run.global_step % args.target_network_frequency < args.num_envs:
+                target_network.lerp_(optimizer.params, args.tau)
+
+            if run.log_due():
+                named = {f"losses/{n}": x for n, x in zip(LOSS_NAMES, losses.tolist(), strict=True)}
+                run.log({"charts/epsilon": epsilon, **named})
+            if run.checkpoint_due():
+                run.checkpoint(state_dict())
+
+        run.finish(state_dict())
+        if args.save_model or args.capture_video:
+            run.save_model({"q_network": q_network.state_dict()})
+            if args.capture_video:
+                record_video(run.dir)
+    envs.close()
+
+
+if __name__ == "__main__":
+    run_script(main, Args, __file__)

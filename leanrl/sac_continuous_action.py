@@ -1,0 +1,409 @@
+"""Soft Actor-Critic (SAC) for continuous actions: the readable eager reference.
+
+Paper: https://arxiv.org/abs/1812.05905. Algorithm, names, hyperparameters and structure follow CleanRL's
+https://docs.cleanrl.dev/rl-algorithms/sac/#sac_continuous_actionpy; what differs: episodes that run out of time are
+bootstrapped from their true last observation, and steps that only reset an environment are not stored.
+Its fast sibling, which computes the same numbers, is sac_continuous_action_torchcompile.py.
+
+    python leanrl/sac_continuous_action.py --env-id HalfCheetah-v5
+    python leanrl/sac_continuous_action.py --env-id Hopper-v5 --seed 2 --save-model --capture-video
+
+Measured speed and learning curves: doc/algorithms/sac.md
+"""
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Literal
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributions.normal import Normal
+
+from leanrl.support.checkpoints import resumed_step
+from leanrl.support.cli import RunArgs, run_script
+from leanrl.support.devices import available_cores, resolve_device, set_cpu_numerics
+from leanrl.support.envs import make_envs, require_continuous_actions, save_envs, start_envs
+from leanrl.support.episodes import EpisodeStatistics
+from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
+from leanrl.support.evaluation import record_video, require_video
+from leanrl.support.replay import Batch, Replay
+from leanrl.support.run import Run, seed_everything
+from leanrl.support.schedule import UpdateSchedule
+
+
+@dataclass
+class Args(RunArgs):
+    env_id: str = "HalfCheetah-v5"
+    """Gymnasium environment with continuous actions"""
+    total_timesteps: int = 1_000_000
+    """environment steps of the whole run"""
+    seed: int = 1
+    """seed of the environments, the networks, the sampling and the noise"""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N"""
+    amp: Literal["none", "bf16"] = "none"
+    """bf16 runs the networks of the update under autocast"""
+    num_threads: int | None = None
+    """CPU threads of PyTorch; by default all cores"""
+    log_every: int = 1_000
+    """environment steps between log points"""
+    checkpoint_replay: bool = True
+    """write the replay into checkpoints; without it a resumed run fills a new one before it trains on"""
+
+    policy_lr: float = 3e-4
+    """learning rate of the actor's Adam"""
+    q_lr: float = 1e-3
+    """learning rate of the critics' Adam, and of the entropy coefficient's"""
+    num_envs: int = 1
+    """environments stepped together"""
+    buffer_size: int = 1_000_000
+    """transitions that the replay keeps"""
+    gamma: float = 0.99
+    """discount"""
+    tau: float = 0.005
+    """the part of the way that the target networks go to the trained ones at once"""
+    batch_size: int = 256
+    """transitions of an update"""
+    learning_starts: int = 5_000
+    """environment steps with random actions before the first update"""
+    updates_per_step: float = 1.0
+    """updates of the critics for each step of one environment, whatever the number of environments"""
+    policy_frequency: int = 2
+    """every so many updates of the critics train the actor, as many times"""
+    target_network_frequency: int = 1
+    """updates of the critics for each update of the targets"""
+    autotune: bool = True
+    """learn the entropy coefficient, so that the policy's entropy is about minus the number of action dimensions"""
+    alpha: float = 0.2
+    """the entropy coefficient without --autotune"""
+
+
+def validate(args: Args) -> None:
+    """Raises UsageError on the first argument that cannot work."""
+    require_at_least(args, 1, "total_timesteps", "num_envs", "buffer_size", "batch_size", "policy_frequency")
+    require_at_least(args, 1, "target_network_frequency", "num_threads", "log_every", "checkpoint_every")
+    require_at_least(args, 0, "seed", "learning_starts", "alpha")
+    require_positive(args, "policy_lr", "q_lr", "updates_per_step")
+    require_unit_interval(args, "gamma", "tau")
+    if args.total_timesteps < args.num_envs:
+        raise bad("total_timesteps", args.total_timesteps, f"is less than one step of {args.num_envs} environments")
+    if args.buffer_size < args.num_envs:
+        raise bad("buffer_size", args.buffer_size, f"does not hold one step of {args.num_envs} environments")
+    if args.learning_starts >= args.total_timesteps:
+        raise bad(
+            "learning_starts", args.learning_starts, f"leaves nothing of {args.total_timesteps} steps to learn in"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------- NETWORKS
+
+
+class QNetwork(nn.Module):
+    """The value of an action in a state."""
+
+    def __init__(self, obs_dim: int, action_dim: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(obs_dim + action_dim, 256)
+        self.fc2 = nn.Linear(256, 256)
+        self.fc3 = nn.Linear(256, 1)
+
+    def forward(self, obs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+        """[B, obs_dim], [B, action_dim] -> [B]"""
+        x = F.relu(self.fc1(torch.cat([obs, actions], 1)))
+        x = F.relu(self.fc2(x))
+        return self.fc3(x).squeeze(-1)
+
+
+class Critics(nn.Module):
+    """Two independent Q-networks."""
+
+    def __init__(self, obs_dim: int, action_dim: int) -> None:
+        super().__init__()
+        self.qf1 = QNetwork(obs_dim, action_dim)
+        self.qf2 = QNetwork(obs_dim, action_dim)
+
+    def forward(self, obs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+        """[B, obs_dim], [B, action_dim] -> [2, B]"""
+        return torch.stack([self.qf1(obs, actions), self.qf2(obs, actions)])
+
+
+LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
+
+
+class Actor(nn.Module):
+    """The policy: a normal distribution squashed by tanh into the bounds ``low`` and ``high`` [action_dim]."""
+
+    def __init__(self, obs_dim: int, low: np.ndarray, high: np.ndarray) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(obs_dim, 256)
+        self.fc2 = nn.Linear(256, 256)
+        self.fc_mean = nn.Linear(256, len(low))
+        self.fc_logstd = nn.Linear(256, len(low))
+        self.register_buffer("low", torch.as_tensor(low, dtype=torch.float32))
+        self.register_buffer("high", torch.as_tensor(high, dtype=torch.float32))
+        self.register_buffer("action_scale", (self.high - self.low) / 2)
+        self.register_buffer("action_bias", (self.high + self.low) / 2)
+
+    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[B, obs_dim] -> mean and log standard deviation before the squashing, [B, action_dim] each"""
+        x = F.relu(self.fc1(obs))
+        x = F.relu(self.fc2(x))
+        # float: under autocast the last layer's output has the precision of bfloat16.
+        mean = self.fc_mean(x).float()
+        log_std = torch.tanh(self.fc_logstd(x).float())
+        # From https://github.com/denisyarats/pytorch_sac; a clamp would have no gradient beyond its ends.
+        return mean, LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (log_std + 1)
+
+    def get_action(self, obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Samples: [B, obs_dim], standard normal [B, action_dim] -> action [B, action_dim], its log-probability [B]"""
+        mean, log_std = self(obs)
+        std = log_std.exp()
+        x_t = mean + std * noise  # the reparameterisation trick
+        y_t = torch.tanh(x_t)
+        log_prob = Normal(mean, std).log_prob(x_t)
+        # The density of the squashed action: the paper's equation 26.
+        log_prob = log_prob - torch.log(self.action_scale * (1 - y_t**2) + 1e-6)
+        return y_t * self.action_scale + self.action_bias, log_prob.sum(1)
+
+
+# ------------------------------------------------------------------------------------------------ TARGETS AND LOSSES
+
+
+def sac_target(
+    actor: Actor, critics_target: Critics, alpha: torch.Tensor, batch: Batch, noise: torch.Tensor, args: Args
+) -> torch.Tensor:
+    """What the critics should say: the soft value (the paper's equations 3 and 5), by the lower of two critics.
+
+    Args:
+        alpha: entropy coefficient, [1].
+        noise: standard normal, [B, action_dim].
+
+    Returns:
+        [B]
+    """
+    next_actions, next_log_pi = actor.get_action(batch.next_obs, noise)
+    min_qf_next_target = critics_target(batch.next_obs, next_actions).amin(0) - alpha * next_log_pi
+    return batch.rewards + args.gamma * (1.0 - batch.terminations) * min_qf_next_target
+
+
+def critic_loss(q_values: torch.Tensor, next_q_value: torch.Tensor) -> torch.Tensor:
+    """Mean squared error of each critic: [2, B], [B] -> [2]"""
+    return ((q_values - next_q_value) ** 2).mean(1)
+
+
+def actor_loss(
+    actor: Actor, critics: Critics, alpha: torch.Tensor, obs: torch.Tensor, noise: torch.Tensor
+) -> torch.Tensor:
+    """The paper's equation 7, averaged over ``obs`` [B, obs_dim]."""
+    actions, log_pi = actor.get_action(obs, noise)
+    return (alpha * log_pi - critics(obs, actions).amin(0)).mean()
+
+
+def alpha_loss(log_alpha: torch.Tensor, log_pi: torch.Tensor, target_entropy: float) -> torch.Tensor:
+    """The paper's equation 18, for log-probabilities [B] of the policy's own actions."""
+    return (-log_alpha.exp() * (log_pi + target_entropy)).mean()
+
+
+LOSS_NAMES = ("qf1_values", "qf2_values", "qf1_loss", "qf2_loss", "actor_loss", "alpha", "alpha_loss")
+
+
+# ------------------------------------------------------------------------------------------------------------ UPDATE
+
+
+def make_update(
+    actor: Actor,
+    critics: Critics,
+    critics_target: Critics,
+    log_alpha: torch.Tensor,
+    actor_optimizer: torch.optim.Adam,
+    q_optimizer: torch.optim.Adam,
+    a_optimizer: torch.optim.Adam,
+    replay: Replay,
+    args: Args,
+) -> tuple[Callable, torch.Tensor]:
+    """The function that trains on one batch, and the losses [7] (LOSS_NAMES) that it writes.
+
+    ``update(with_actor, with_targets)``: the flags tell whether this update trains the actor too (and the entropy
+    coefficient ``log_alpha.exp()``), and moves the targets.
+    """
+    device = replay.rows.device
+    target_entropy = -float(len(actor.low))
+    losses = torch.zeros(len(LOSS_NAMES), device=device)
+
+    def autocast():
+        return torch.autocast(device.type, torch.bfloat16, enabled=args.amp == "bf16")
+
+    def update(with_actor: bool, with_targets: bool) -> None:
+        batch = replay.sample(args.batch_size)
+        with autocast():
+            with torch.no_grad():
+                noise = torch.randn_like(batch.actions)
+                next_q_value = sac_target(actor, critics_target, log_alpha.exp(), batch, noise, args)
+            q_values = critics(batch.obs, batch.actions)
+            qf_losses = critic_loss(q_values, next_q_value)
+        q_optimizer.zero_grad()
+        qf_losses.sum().backward()
+        q_optimizer.step()
+        losses[:4] = torch.cat([q_values.detach().mean(1), qf_losses.detach()])
+
+        if with_actor:
+            for _ in range(args.policy_frequency):  # makes up for the delay
+                with autocast():
+                    noise = torch.randn_like(batch.actions)
+                    pi_loss = actor_loss(actor, critics, log_alpha.detach().exp(), batch.obs, noise)
+                actor_optimizer.zero_grad()
+                pi_loss.backward()
+                actor_optimizer.step()
+                losses[4:6] = torch.stack([pi_loss.detach(), log_alpha.detach().exp()[0]])
+
+                if args.autotune:
+                    with torch.no_grad(), autocast():
+                        _, log_pi = actor.get_action(batch.obs, torch.randn_like(batch.actions))
+                    a_loss = alpha_loss(log_alpha, log_pi, target_entropy)
+                    a_optimizer.zero_grad()
+                    a_loss.backward()
+                    a_optimizer.step()
+                    losses[6] = a_loss.detach()
+
+        if with_targets:
+            with torch.no_grad():
+                for parameter, target in zip(critics.parameters(), critics_target.parameters(), strict=True):
+                    target.lerp_(parameter, args.tau)
+
+    return update, losses
+
+
+# ------------------------------------------------------------------------------------------------------------ ACTING
+
+
+def random_actions(actor: Actor, num_envs: int) -> torch.Tensor:
+    """Uniform within the bounds, [num_envs, action_dim]."""
+    return actor.low + (actor.high - actor.low) * torch.rand(num_envs, len(actor.low), device=actor.low.device)
+
+
+@torch.no_grad()
+def act(actor: Actor, obs: torch.Tensor) -> torch.Tensor:
+    """Actions sampled from the policy: [N, obs_dim] -> [N, action_dim]"""
+    noise = torch.randn(len(obs), len(actor.low), device=obs.device)
+    return actor.get_action(obs, noise)[0]
+
+
+def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
+    """The deterministic policy of a saved model: observations [N, obs_dim] -> actions [N, action_dim]."""
+    space = envs.single_action_space
+    actor = Actor(envs.single_observation_space.shape[0], space.low, space.high)
+    actor.load_state_dict(model["actor"])
+
+    @torch.no_grad()
+    def policy(obs: np.ndarray) -> np.ndarray:
+        mean, _ = actor(torch.as_tensor(obs, dtype=torch.float32))
+        return (torch.tanh(mean) * actor.action_scale + actor.action_bias).numpy()
+
+    return policy
+
+
+# -------------------------------------------------------------------------------------------------------------- MAIN
+
+
+def main(args: Args) -> None:
+    validate(args)
+    device = resolve_device(args)
+    set_cpu_numerics(args.num_threads or available_cores())
+    if args.capture_video:
+        require_video(args.env_id)
+    envs = make_envs(args.env_id, args.num_envs, args.seed, start=resumed_step(args.resume))
+    require_continuous_actions(envs, args.env_id)
+    obs_dim, action_dim = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
+
+    seed_everything(args.seed)
+    actor = Actor(obs_dim, envs.single_action_space.low, envs.single_action_space.high).to(device)
+    critics = Critics(obs_dim, action_dim).to(device)
+    critics_target = deepcopy(critics)
+    log_alpha = torch.tensor([1.0 if args.autotune else args.alpha], device=device).log().requires_grad_()
+    actor_optimizer = torch.optim.Adam(actor.parameters(), lr=args.policy_lr)
+    q_optimizer = torch.optim.Adam(critics.parameters(), lr=args.q_lr)
+    a_optimizer = torch.optim.Adam([log_alpha], lr=args.q_lr)
+    replay = Replay(args.buffer_size, obs_dim, action_dim, device)
+    update, losses = make_update(
+        actor, critics, critics_target, log_alpha, actor_optimizer, q_optimizer, a_optimizer, replay, args
+    )
+    episodes = EpisodeStatistics(args.num_envs)
+    parts = {
+        "actor": actor,
+        "critics": critics,
+        "critics_target": critics_target,
+        "actor_optimizer": actor_optimizer,
+        "q_optimizer": q_optimizer,
+        "a_optimizer": a_optimizer,
+    }
+
+    def state_dict() -> dict:
+        return {
+            **{name: part.state_dict() for name, part in parts.items()},
+            "log_alpha": log_alpha.detach().clone(),
+            "replay": replay.state_dict() if args.checkpoint_replay else None,
+            "envs": save_envs(envs, episodes),
+        }
+
+    with Run(args, __file__, device, total_steps=args.total_timesteps // args.num_envs * args.num_envs) as run:
+        saved = run.resumed
+        learning_starts = args.learning_starts
+        if saved is not None:
+            for name, part in parts.items():
+                part.load_state_dict(saved[name])
+            log_alpha.data.copy_(saved["log_alpha"])
+            if saved["replay"] is not None:
+                replay.load_state_dict(saved["replay"])
+            else:
+                learning_starts = run.global_step + max(args.learning_starts, args.batch_size)
+        schedule = UpdateSchedule(args.num_envs, learning_starts, args.updates_per_step)
+
+        # resets: whether an environment's next step only resets it (NEXT_STEP autoreset).
+        obs, resets = start_envs(envs, episodes, saved and saved["envs"])
+        obs = torch.as_tensor(obs, dtype=torch.float32, device=device)
+        run.restore_rng()
+        run.start_clock()
+        while run.global_step < run.total_steps and not run.stop_requested:
+            if run.global_step < args.learning_starts:
+                actions = random_actions(actor, args.num_envs)
+            else:
+                actions = act(actor, obs)
+            next_obs, rewards, terminations, truncations, _ = envs.step(actions.cpu().numpy())
+            dones = terminations | truncations
+            run.global_step += args.num_envs
+            run.record_episodes(*episodes.add_step(rewards, dones, resets))
+
+            next_obs = torch.as_tensor(next_obs, dtype=torch.float32, device=device)
+            told = (torch.as_tensor(x, dtype=torch.float32, device=device) for x in (rewards, terminations, resets))
+            replay.add(obs, next_obs, actions, *told)
+            obs, resets = next_obs, dones
+
+            due = schedule.due(run.global_step)
+            if due and not run.optimizer_steps:
+                run.start_clock()
+            for _ in range(due):
+                run.optimizer_steps += 1
+                update(
+                    with_actor=run.optimizer_steps % args.policy_frequency == 0,
+                    with_targets=run.optimizer_steps % args.target_network_frequency == 0,
+                )
+
+            if run.log_due():
+                run.log({f"losses/{n}": x for n, x in zip(LOSS_NAMES, losses.tolist(), strict=True)})
+            if run.checkpoint_due():
+                run.checkpoint(state_dict())
+
+        run.finish(state_dict())
+        if args.save_model or args.capture_video:
+            run.save_model({"actor": actor.state_dict()})
+            if args.capture_video:
+                record_video(run.dir)
+    envs.close()
+
+
+if __name__ == "__main__":
+    run_script(main, Args, __file__)
