@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from scripts import SCRIPTS, TINY, run, start_process
+from scripts import SCRIPTS, run, start_process, tiny
 
 
 def pytest_addoption(parser):
@@ -36,9 +36,9 @@ def script(request):
 
 @pytest.fixture(scope="session")
 def finished_run(script, tmp_path_factory):
-    """The directory of a tiny run of ``script``, 30 updates, seed 1. Copy it before changing it."""
+    """The directory of a tiny run of ``script``, 30 log points, seed 1. Copy it before changing it."""
     folder = tmp_path_factory.mktemp("finished")
-    assert run(script, *TINY, "--total-timesteps", 1920, "--runs-dir", folder, "--run-name", "run") == 0
+    assert run(script, *tiny(script), "--total-timesteps", 1920, "--runs-dir", folder, "--run-name", "run") == 0
     return folder / "run"
 
 

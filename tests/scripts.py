@@ -12,11 +12,35 @@ import pytest
 from leanrl.support.cli import run_script
 
 SOURCE = Path(__file__).parents[1] / "leanrl"
-REFERENCES = ["ppo_continuous_action"]
-SCRIPTS = [name for r in REFERENCES for name in (r, f"{r}_torchcompile") if (SOURCE / f"{name}.py").exists()]
+ON_POLICY_REFERENCES = ["ppo_continuous_action"]
+OFF_POLICY_REFERENCES = ["sac_continuous_action", "td3_continuous_action", "dqn"]
+REFERENCES = ON_POLICY_REFERENCES + OFF_POLICY_REFERENCES
+ON_POLICY = [name for r in ON_POLICY_REFERENCES for name in (r, f"{r}_torchcompile")]
+OFF_POLICY = [name for r in OFF_POLICY_REFERENCES for name in (r, f"{r}_torchcompile")]
+SCRIPTS = ON_POLICY + OFF_POLICY
 FAST_SCRIPTS = [name for name in SCRIPTS if name.endswith("_torchcompile")]
-# Rollouts of 64 steps, 4 gradient steps each.
-TINY = ["--env-id=Hopper-v5", "--device=cpu", "--num-steps=64", "--num-minibatches=4", "--update-epochs=1"]
+# One of each kind, for what all scripts leave to support/.
+KINDS = ["ppo_continuous_action", "td3_continuous_action_torchcompile"]
+
+
+def tiny_env(script: str) -> str:
+    """The environment of tiny runs of ``script``: episodes are short and terminate."""
+    return "CartPole-v1" if script.startswith("dqn") else "Hopper-v5"
+
+
+def tiny(script: str) -> list[str]:
+    """Flags of a run of seconds, with a log point each 64 steps."""
+    flags = ["--device=cpu", "--num-threads=1", f"--env-id={tiny_env(script)}"]
+    if script in ON_POLICY:  # rollouts of 64 steps, 4 gradient steps each
+        return [*flags, "--num-steps=64", "--num-minibatches=4", "--update-epochs=1"]
+    # A gradient step each 8 steps from step 128 on.
+    flags += ["--learning-starts=128", "--updates-per-step=0.125", "--batch-size=32", "--buffer-size=1000"]
+    return [*flags, "--log-every=64", *(["--target-network-frequency=100"] if script.startswith("dqn") else [])]
+
+
+def tiny_optimizer_steps(script: str, steps: int) -> int:
+    """Gradient steps of a tiny run of so many environment steps."""
+    return steps // 64 * 4 if script in ON_POLICY else max(0, steps - 128) // 8
 
 
 def run(script: str, *flags) -> int:

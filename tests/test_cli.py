@@ -74,39 +74,39 @@ BAD_FLAGS = [
 @pytest.mark.parametrize("flags", BAD_FLAGS, ids=lambda flags: " ".join(flags)[:40])
 def test_bad_values(refused, flags, tmp_path):
     value = " ".join(flags[1].split())
-    refused([*TINY, "--runs-dir", tmp_path / "runs", *flags], f"{flags[0]} {value}: ")
+    refused([*tiny(script), "--runs-dir", tmp_path / "runs", *flags], f"{flags[0]} {value}: ")
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
 def test_no_cuda_device(refused, tmp_path, device):
-    refused([*TINY, "--runs-dir", tmp_path / "runs", "--device", device], f"--device {device}: ", "no CUDA device")
+    refused([*tiny(script), "--runs-dir", tmp_path / "runs", "--device", device], f"--device {device}: ", "no CUDA device")
 
 
 @pytest.mark.cuda
 def test_no_such_cuda_device(refused, tmp_path):
-    refused([*TINY, "--runs-dir", tmp_path / "runs", "--device", "cuda:99"], "--device cuda:99: ", "CUDA device(s)")
+    refused([*tiny(script), "--runs-dir", tmp_path / "runs", "--device", "cuda:99"], "--device cuda:99: ", "CUDA device(s)")
 
 
 @pytest.mark.parametrize("script", FAST_SCRIPTS)
 @pytest.mark.parametrize("modes", [["--cudagraphs"], ["--compile", "--cudagraphs"]])
 def test_cudagraphs_on_a_cpu(refused, tmp_path, modes):
     message = "--cudagraphs needs a CUDA device; this run is on cpu\n"
-    refused([*TINY, "--runs-dir", tmp_path / "runs", *modes], message)
+    refused([*tiny(script), "--runs-dir", tmp_path / "runs", *modes], message)
 
 
 @pytest.mark.parametrize("script", FAST_SCRIPTS)
 def test_compile_without_a_compiler(refused, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    refused([*TINY, "--runs-dir", tmp_path / "runs", "--compile"], "--compile ", "C++ compiler", "g++")
+    refused([*tiny(script), "--runs-dir", tmp_path / "runs", "--compile"], "--compile ", "C++ compiler", "g++")
 
 
 @pytest.mark.parametrize("script", FAST_SCRIPTS)
 @pytest.mark.parametrize("env_id", ["HalfCheeta-v5", "CartPole-v1", "CheetahRun-v1"])
 def test_bad_environments_of_envpool(refused, tmp_path, env_id):
-    flags = [*TINY, "--runs-dir", tmp_path / "runs", "--env-backend", "envpool", "--env-id", env_id]
+    flags = [*tiny(script), "--runs-dir", tmp_path / "runs", "--env-backend", "envpool", "--env-id", env_id]
     refused(flags, f"--env-id {env_id}: ")
 
 
@@ -115,12 +115,12 @@ def test_bad_environments_of_envpool(refused, tmp_path, env_id):
 def test_unwritable_runs_dir(refused, tmp_path, runs_dir):
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to("link")
-    refused([*TINY, "--runs-dir", tmp_path / runs_dir], f"--runs-dir {tmp_path / runs_dir}: cannot be written")
+    refused([*tiny(script), "--runs-dir", tmp_path / runs_dir], f"--runs-dir {tmp_path / runs_dir}: cannot be written")
 
 
 def test_an_existing_run_is_not_overwritten(refused, finished_run, tmp_path):
     shutil.copytree(finished_run, tmp_path / "run")
-    flags = [*TINY, "--runs-dir", tmp_path, "--run-name", "run"]
+    flags = [*tiny(script), "--runs-dir", tmp_path, "--run-name", "run"]
     refused(flags, "--run-name run: ", f"--resume {tmp_path / 'run'}")
 
 
@@ -200,7 +200,7 @@ def test_args_json(finished_run, script):
 
 def test_no_git_is_no_error(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert run(REFERENCES[0], *TINY, "--total-timesteps=64", "--runs-dir", tmp_path, "--run-name=run") == 0
+    assert run(REFERENCES[0], *tiny(script), "--total-timesteps=64", "--runs-dir", tmp_path, "--run-name=run") == 0
     assert json.loads((tmp_path / "run" / "args.json").read_text())["git_commit"] is None
 
 
@@ -225,13 +225,13 @@ def test_summary_json(finished_run, script):
 
 def test_several_environments_and_epochs(script, tmp_path):
     flags = ["--num-envs=3", "--update-epochs=2", "--total-timesteps=999", "--no-norm-adv"]
-    assert run(script, *TINY, *flags, "--runs-dir", tmp_path, "--run-name=run") == 0
+    assert run(script, *tiny(script), *flags, "--runs-dir", tmp_path, "--run-name=run") == 0
     result = summary(tmp_path / "run")
     # Whole rollouts of 3 * 64 steps only.
     assert (result["global_step"], result["optimizer_steps"], result["num_envs"]) == (960, 5 * 2 * 4, 3)
 
 
 def test_default_run_name(script, tmp_path):
-    assert run(script, *TINY, "--total-timesteps=64", "--runs-dir", tmp_path / "deep" / "runs") == 0
+    assert run(script, *tiny(script), "--total-timesteps=64", "--runs-dir", tmp_path / "deep" / "runs") == 0
     (run_dir,) = (tmp_path / "deep" / "runs").iterdir()
     assert re.fullmatch(rf"Hopper-v5__{script}__1__\d+", run_dir.name)

@@ -17,7 +17,7 @@ def losses(run_dir):
 def test_same_seed_same_losses(script, finished_run, tmp_path):
     for name, seed in (("same", 1), ("other", 2)):
         flags = ["--total-timesteps=1920", f"--runs-dir={tmp_path}", f"--run-name={name}", f"--seed={seed}"]
-        assert run(script, *TINY, *flags) == 0
+        assert run(script, *tiny(script), *flags) == 0
     assert losses(tmp_path / "same") == losses(finished_run)
     others = zip(losses(tmp_path / "other"), losses(finished_run), strict=True)
     assert all(ours["losses/value_loss"] != theirs["losses/value_loss"] for ours, theirs in others)
@@ -36,6 +36,6 @@ def test_fast_modes_are_deterministic(fast_script, mode, tmp_path):
     # Processes of their own: compilation sets switches of the whole process.
     for name, seed in (("first", 1), ("same", 1), ("other", 2)):
         flags = ["--total-timesteps=640", f"--runs-dir={tmp_path}", f"--run-name={name}", f"--seed={seed}"]
-        assert start_process(fast_script, *TINY, *mode, *flags).wait(timeout=300) == 0
+        assert start_process(fast_script, *tiny(script), *mode, *flags).wait(timeout=300) == 0
     assert losses(tmp_path / "first") == losses(tmp_path / "same")
     assert losses(tmp_path / "first") != losses(tmp_path / "other")

@@ -153,7 +153,7 @@ def test_rows_of_weight_0_change_nothing(agent):
 
 @pytest.mark.parametrize("target_kl, epochs", [(1e-4, 1), (1e4, 3)])
 def test_target_kl_stops_the_epochs(script, tmp_path, target_kl, epochs):
-    flags = [*TINY, "--update-epochs=3", "--learning-rate=0.03", "--no-anneal-lr", "--total-timesteps=256"]
+    flags = [*tiny(script), "--update-epochs=3", "--learning-rate=0.03", "--no-anneal-lr", "--total-timesteps=256"]
     flags += [f"--target-kl={target_kl}", f"--runs-dir={tmp_path}", "--run-name=run"]
     assert run(script, *flags) == 0
     assert summary(tmp_path / "run")["optimizer_steps"] == 4 * epochs * 4  # iterations, epochs, minibatches

@@ -46,7 +46,7 @@ def assert_same_course(run_dir, uninterrupted):
 
 def test_signals_stop_a_run_and_resume_continues_it(script, finished_run, start, tmp_path):
     run_dir = tmp_path / "run"
-    flags = [*TINY, *TOTAL, "--runs-dir", tmp_path, "--run-name", "run"]
+    flags = [*tiny(script), *TOTAL, "--runs-dir", tmp_path, "--run-name", "run"]
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         before = last_step(run_dir)
         process = start(script, *flags, stderr=subprocess.PIPE, text=True)
@@ -66,7 +66,7 @@ def test_signals_stop_a_run_and_resume_continues_it(script, finished_run, start,
 
 def test_kill_in_mid_run(script, finished_run, start, tmp_path):
     run_dir = tmp_path / "run"
-    flags = [*TINY, *TOTAL, "--runs-dir", tmp_path, "--run-name", "run", "--checkpoint-every", 256]
+    flags = [*tiny(script), *TOTAL, "--runs-dir", tmp_path, "--run-name", "run", "--checkpoint-every", 256]
     process = start(script, *flags)
     wait_until(lambda: list_checkpoints(run_dir / "checkpoints"), process)
     process.kill()
@@ -85,7 +85,7 @@ def test_kill_in_mid_run(script, finished_run, start, tmp_path):
 def test_kill_while_checkpoints_are_written(script, start, tmp_path, kills):
     run_dir = tmp_path / "run"
     sizes = ["--num-steps", 8, "--num-minibatches", 2, "--checkpoint-every", 1]
-    flags = [*TINY, *sizes, "--total-timesteps", 10**9, "--runs-dir", tmp_path, "--run-name", "run"]
+    flags = [*tiny(script), *sizes, "--total-timesteps", 10**9, "--runs-dir", tmp_path, "--run-name", "run"]
     for _ in range(kills):
         before, _ = newest_checkpoint(run_dir) if run_dir.exists() else (0, None)
         process = start(script, *flags, stdout=subprocess.DEVNULL)
@@ -107,7 +107,7 @@ def test_kill_while_checkpoints_are_written(script, start, tmp_path, kills):
 def test_a_start_that_was_killed_at_once_can_be_repeated(script, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "args.json.tmp").write_text('{"scr')
-    assert run(script, *TINY, "--total-timesteps=64", "--runs-dir", tmp_path, "--run-name=run") == 0
+    assert run(script, *tiny(script), "--total-timesteps=64", "--runs-dir", tmp_path, "--run-name=run") == 0
     assert last_step(tmp_path / "run") == 64
     assert not list(tmp_path.rglob("*.tmp"))
 
@@ -130,7 +130,7 @@ def test_a_run_without_a_checkpoint_starts_anew(script, finished_run, run_dir):
 
 def test_a_torn_checkpoint_falls_back_to_the_one_before(script, finished_run, tmp_path, capsys):
     run_dir = tmp_path / "run"
-    flags = [*TINY, *TOTAL, "--runs-dir", tmp_path, "--run-name", "run", "--checkpoint-every", 640]
+    flags = [*tiny(script), *TOTAL, "--runs-dir", tmp_path, "--run-name", "run", "--checkpoint-every", 640]
     assert run(script, *flags) == 0
     newest, before = list_checkpoints(run_dir / "checkpoints")
     assert (newest.name, before.name) == ("step_000000001920.pt", "step_000000001280.pt")
@@ -188,7 +188,7 @@ def test_more_timesteps(script, run_dir):
 
 @pytest.mark.parametrize("variable", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
 def test_a_restart_resumes_by_itself(script, run_dir, monkeypatch, variable):
-    flags = [*TINY, "--total-timesteps=2048", "--runs-dir", os.path.relpath(run_dir.parent), "--run-name", "run"]
+    flags = [*tiny(script), "--total-timesteps=2048", "--runs-dir", os.path.relpath(run_dir.parent), "--run-name", "run"]
     monkeypatch.setenv(variable, "0")
     assert run(script, *flags) == 2
     monkeypatch.setenv(variable, "1")
@@ -201,7 +201,7 @@ def test_a_restart_resumes_by_itself(script, run_dir, monkeypatch, variable):
 
 def test_a_restart_with_other_flags_is_refused(script, run_dir, monkeypatch, capsys):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert run(script, *TINY, "--runs-dir", run_dir.parent, "--run-name", "run", "--gamma", "0.5") == 2
+    assert run(script, *tiny(script), "--runs-dir", run_dir.parent, "--run-name", "run", "--gamma", "0.5") == 2
     assert "--gamma 0.5: cannot change on --resume" in capsys.readouterr().err
 
 
@@ -215,7 +215,7 @@ def test_a_moved_run_resumes(script, run_dir):
 def test_the_reader_of_the_output_may_go_away(start, tmp_path):
     """Ctrl-C also ends the ``tee`` that a run's output is piped to; the run still checkpoints."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    flags = [*TINY, "--total-timesteps", 10**6, "--runs-dir", tmp_path, "--run-name", "run"]
+    flags = [*tiny(script), "--total-timesteps", 10**6, "--runs-dir", tmp_path, "--run-name", "run"]
     process = start(REFERENCES[0], *flags, **pipes)
     wait_until(lambda: last_step(tmp_path / "run") > 0, process)
     process.stdout.close()

@@ -26,7 +26,7 @@ from leanrl.tools.common import run_tool
 def trained(request, tmp_path_factory):
     """A tiny training run on Hopper, whose episodes are short, with its model."""
     folder = tmp_path_factory.mktemp("trained")
-    assert run(request.param, *TINY, "--total-timesteps=512", "--save-model", "--runs-dir", folder, "--run-name=a") == 0
+    assert run(request.param, *tiny(script), "--total-timesteps=512", "--save-model", "--runs-dir", folder, "--run-name=a") == 0
     return folder / "a"
 
 

@@ -106,7 +106,7 @@ def test_track_works_without_a_key_and_offline(tmp_path):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
     # No key in the home directory, and no way out.
     environment |= {"HOME": str(tmp_path), "HTTPS_PROXY": "http://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9"}
-    flags = [*TINY, "--total-timesteps=256", f"--runs-dir={tmp_path}", "--run-name=run", "--track"]
+    flags = [*tiny(script), "--total-timesteps=256", f"--runs-dir={tmp_path}", "--run-name=run", "--track"]
     script = (FAST_SCRIPTS or REFERENCES)[0]
     process = start_process(script, *flags, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
     _, err = process.communicate(timeout=120)
