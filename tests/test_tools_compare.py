@@ -75,6 +75,9 @@ def test_entry(known_scripts, entry, script, levers):
         (["--", "--seed=3"], "--seed=3"),
         (["--", "--no-compile"], "--no-compile"),
         (["ppo_continuous_action"], "not a flag"),
+        (["--amp", "bf16", "bf16"], "none twice"),
+        (["--amp", "bf16", "--scripts", f"{FAST}:eager"], "none of --scripts is compiled"),
+        (["--amp", "none", "bf16", "--", "--amp=bf16"], "-- --amp=bf16"),
     ],
 )
 def test_bad_input_is_one_line(known_scripts, monkeypatch, capsys, flags, said):
@@ -103,6 +106,16 @@ def test_modes_of_this_machine(known_scripts, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     graphed, both = ("--no-compile", "--cudagraphs", "--fast"), ("--compile", "--cudagraphs", "--fast")
     assert flags_of(CUDA) == [eager, compiled, graphed, both, ("--slow",)]
+
+
+def test_amp_is_for_what_is_compiled(known_scripts):
+    entries = ["ppo_continuous_action", FAST]
+    flags = (["--fast"], ["--slow"])
+    found = contenders_of(entries, "ours", CPU, *flags, amp=["none", "bf16"])
+    assert [contender.label for contender in found] == [*entries, f"{FAST} --compile", f"{FAST} --compile --amp bf16"]
+    assert found[-1].command == (*found[-2].command, "--amp", "bf16")
+    assert found[:-1] == contenders_of(entries, "ours", CPU, *flags)
+    assert contenders_of(entries, "ours", CPU, *flags, amp=["bf16"]) == [*found[:2], found[3]]
 
 
 # ------------------------------------------------------------------------------------------------------------ RUNNING
@@ -149,6 +162,16 @@ def test_a_failed_run_does_not_stop_the_others(tmp_path, capfd):
     assert "crash, seed 2: failed (exit 1)" in err and "ValueError: broken" in err
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
+def test_peak_memory_of_a_run(tmp_path):
+    code = f"block = b'x' * {10**8}; del block; import time; time.sleep(1); {GOOD}"
+    (trial,) = run_trials([fake_script(tmp_path, "hungry", code)], [1], tmp_path / "runs")
+    # What it has given back counts, what this process holds does not, and that is more.
+    assert 100 < trial.peak_memory_mb < 150 < trials.peak_memory_mb(os.getpid())
+    assert trials.peak_memories([trial], "hungry") == [trial.peak_memory_mb]
+    assert trials.peak_memory_mb(2**22 + 1) is None  # no such process
+
+
 def test_refused_flags_stop_everything(tmp_path, capfd):
     refused = fake_script(tmp_path, "refused", "sys.exit(2)")
     with pytest.raises(SystemExit) as end:
@@ -187,13 +210,20 @@ def test_ctrl_c_ends_the_run_that_is_on(tmp_path):
 
 
 def canned(
-    label: str, seed: int, sps: float | None, warmup_seconds: float = 0.0, episodic_return: float = 1.0
+    label: str,
+    seed: int,
+    sps: float | None,
+    warmup_seconds: float = 0.0,
+    episodic_return: float = 1.0,
+    peak_memory_mb: float | None = None,
 ) -> Trial:
     """A trial that ran at ``sps``, or crashed where that is None."""
     if sps is None:
         return Trial(label, seed, [], "", exit_code=1)
     numbers = {"sps": sps, "warmup_seconds": warmup_seconds, "episodic_return": episodic_return, "global_step": 4096}
-    return Trial(label, seed, [], "", exit_code=0, summary={**numbers, "interrupted": False})
+    return Trial(
+        label, seed, [], "", exit_code=0, summary={**numbers, "interrupted": False}, peak_memory_mb=peak_memory_mb
+    )
 
 
 def cells(table: str) -> list[list[str]]:
@@ -205,24 +235,24 @@ def cells(table: str) -> list[list[str]]:
 
 def test_table():
     found = [
-        *(canned("slow", 1, 1000.0), canned("fast", 1, 3000.0, 8.0, 10.0), canned("crash", 1, None)),
-        *(canned("crash", 2, 500.0), canned("fast", 2, 4000.0, 6.0, 30.0), canned("slow", 2, 2000.0)),
+        *(canned("slow", 1, 1000.0), canned("fast", 1, 3000.0, 8.0, 10.0, 400.0), canned("crash", 1, None)),
+        *(canned("crash", 2, 500.0), canned("fast", 2, 4000.0, 6.0, 30.0, 1400.0), canned("slow", 2, 2000.0)),
     ]
     table = compare.render_table(compare.summarize(found, ["slow", "fast", "crash"]))
     assert cells(table) == [
-        ["slow", "1,500 ± 707", "0.0 ± 0.0", "1.00 ± 0.00x", "1 ± 0", "4,096"],
+        ["slow", "1,500 ± 707", "0.0 ± 0.0", "1.00 ± 0.00x", "1 ± 0", "4,096", "-"],
         # 3 times as fast with seed 1, twice with seed 2.
-        ["fast", "3,500 ± 707", "7.0 ± 1.4", "2.50 ± 0.71x", "20 ± 14", "4,096"],
-        ["crash (1 failed: exit 1)", "500", "0.0", "0.25x", "1", "4,096"],
+        ["fast", "3,500 ± 707", "7.0 ± 1.4", "2.50 ± 0.71x", "20 ± 14", "4,096", "900 ± 707"],
+        ["crash (1 failed: exit 1)", "500", "0.0", "0.25x", "1", "4,096", "-"],
     ]
 
 
 def test_table_of_one_seed_without_episodes():
     found = [canned("a", 1, 2000.0), canned("b", 1, 9000.0, 7.25, None), canned("c", 1, None)]
     assert cells(compare.render_table(compare.summarize(found, ["a", "b", "c"]))) == [
-        ["a", "2,000", "0.0", "1.00x", "1", "4,096"],
-        ["b", "9,000", "7.2", "4.50x", "-", "4,096"],
-        ["c (1 failed: exit 1)", "-", "-", "-", "-", "-"],
+        ["a", "2,000", "0.0", "1.00x", "1", "4,096", "-"],
+        ["b", "9,000", "7.2", "4.50x", "-", "4,096", "-"],
+        ["c (1 failed: exit 1)", "-", "-", "-", "-", "-", "-"],
     ]
 
 
@@ -242,14 +272,14 @@ def test_mean_curve_covers_the_shared_range():
 def test_peers_table():
     found = [
         *(canned("sb3, 1 thread", i, sps) for i, sps in enumerate([2000.0, 1000.0, 2000.0])),
-        *(canned("ours", i, sps, 5.0) for i, sps in enumerate([8000.0, 8000.0, 6000.0])),
+        *(canned("ours", i, sps, 5.0, 1.0, 300.0 + i) for i, sps in enumerate([8000.0, 8000.0, 6000.0])),
     ]
     rows = peers.summarize(found, ["sb3, 1 thread", "ours"], best={"sb3": "sb3, 1 thread"})
     table = peers.render_table(rows, {"sb3": {"sb3, 1 thread": 2000.0, "sb3, default threads": 1500.0}})
     assert cells(table) == [
-        ["sb3, 1 thread", "2,000 1,000 2,000", "2,000", "1.00x", "0.0"],
+        ["sb3, 1 thread", "2,000 1,000 2,000", "2,000", "1.00x", "0.0", "-"],
         # Ratios of the rounds: 4, 8, 3.
-        ["ours", "8,000 8,000 6,000", "8,000", "4.00x", "5.0"],
+        ["ours", "8,000 8,000 6,000", "8,000", "4.00x", "5.0", "301"],
     ]
     assert "sb3, default threads 1,500" in table
 
@@ -306,7 +336,7 @@ def test_peer_worker(tmp_path):
     assert (trial.summary["global_step"], trial.summary["optimizer_steps"]) == (512, 16)
     assert trial.summary["script"] == "sb3" and trial.summary["episodes"] > 5
     assert trial.summary["episodic_return"] > 1
-    assert trial.summary["warmup_seconds"] > 0
+    assert trial.summary["warmup_seconds"] > 0 and trial.peak_memory_mb > 50
     assert trial.args["torch_threads"] == 1
     # The clock runs from the second rollout to the end: longer than between these log points, shorter than all
     # that was not warm-up.

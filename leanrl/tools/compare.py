@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 import tyro
@@ -37,6 +37,7 @@ from leanrl.tools.trials import (
     check_script_args,
     contenders_of,
     measured,
+    peak_memories,
     require_distinct,
     run_trials,
     sps_ratios,
@@ -55,6 +56,8 @@ class Args:
     """environment steps of a run"""
     reference_timesteps: int = 40_960
     """environment steps at which the eager references stop, which are slow; never more than --total-timesteps"""
+    amp: tuple[Literal["none", "bf16"], ...] = ("none",)
+    """--amp of the compiled scripts, a row with each, as in `none bf16`; the others stay float32"""
     runs_dir: str = "runs"
     """folder of the default --out"""
     out: str | None = None
@@ -64,8 +67,8 @@ class Args:
 
 
 def main(args: Args) -> int:
-    require_distinct(args, "scripts", "seeds")
-    check_script_args(args.script_args)
+    require_distinct(args, "scripts", "seeds", "amp")
+    check_script_args(args.script_args, reserved=() if args.amp == ("none",) else ("--amp",))
     device = target_device(args.script_args)
     contenders = contenders_of(
         args.scripts,
@@ -76,6 +79,7 @@ def main(args: Args) -> int:
             f"--total-timesteps={min(args.total_timesteps, args.reference_timesteps)}",
             *args.script_args,
         ],
+        amp=args.amp,
     )
     out = Path(args.out) if args.out else fresh_folder(args.runs_dir, "compare")
 
@@ -98,6 +102,7 @@ def summarize(trials: Sequence[Trial], labels: Sequence[str]) -> list[dict]:
                 for key in ("sps", "warmup_seconds", "episodic_return", "global_step")
             },
             "speedup": sps_ratios(trials, label, baseline=labels[0]),
+            "peak_memory_mb": peak_memories(trials, label),
             "failures": [trial.failure for trial in trials if trial.label == label and trial.failure],
         }
         for label in labels
@@ -114,11 +119,15 @@ def render_table(rows: Sequence[dict]) -> str:
             mean_std(row["speedup"], digits=2) + ("x" if row["speedup"] else ""),
             mean_std(row["episodic_return"]),
             mean_std(row["global_step"][:1]),
+            mean_std(row["peak_memory_mb"]),
         )
         for row in rows
     ]
-    table = markdown_table(("mode", "sps", "warm-up s", "speed-up", "return reached", "steps"), cells)
-    legend = "sps: environment steps per second after warm-up; return reached: mean of the last 100 training episodes."
+    table = markdown_table(("mode", "sps", "warm-up s", "speed-up", "return reached", "steps", "peak MB"), cells)
+    legend = (
+        "sps: environment steps per second after warm-up; return reached: mean of the last 100 training episodes; "
+        "peak MB: RAM that the run held at most."
+    )
     if any(len(row["sps"]) > 1 for row in rows):
         legend += " Mean ± standard deviation over seeds."
     return f"{table}\n\n{legend}"

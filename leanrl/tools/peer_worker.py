@@ -1,44 +1,69 @@
 """One run of a peer's algorithm, with the hyperparameters and flags of our eager reference of the same algorithm.
 
-`leanrl.tools.peers` starts it. It leaves a run directory as our scripts do, its speed measured by the same code: the
-peer's first iteration, in which JAX compiles, counts as warm-up; the clock stops when the last update is done.
+`leanrl.tools.peers` starts it. It leaves a run directory as our scripts do, its speed measured by the same code. JAX
+compiles in the first updates, so these are warm-up: PPO's first iteration, and off-policy what comes before
+learning_starts with 50 rounds of updates more. The clock stops when the last update is done.
 
     python -m leanrl.tools.peer_worker sb3 ppo_continuous_action --total-timesteps 20480
+    python -m leanrl.tools.peer_worker sbx sac_continuous_action --total-timesteps 6000 --learning-starts 1000
 
-How the peers differ from our reference, as of Stable-Baselines3 2.9 and SBX 0.28:
-- SBX ignores clip_range_vf (it takes the argument and does not use it), gives policy and value an optimiser and a
-  gradient clip each, and initialises only the policy's last layer orthogonally;
-- both anneal the learning rate from the second iteration's on, down to 0 for the last;
-- both step several environments in one process (DummyVecEnv), as our reference does.
+How the peers differ from our reference, as of Stable-Baselines3 2.9 and SBX 0.28; flags of the reference that the peers
+could not take in the same sense are refused:
+- All: they step several environments in one process (DummyVecEnv), as our reference does. SBX computes on the CPU,
+  whatever --device is; so does SB3's PPO.
+- PPO: SBX ignores clip_range_vf (it takes the argument and does not use it), gives policy and value an optimiser and a
+  gradient clip each, and initialises only the policy's last layer orthogonally. Both anneal the learning rate from the
+  second iteration's on, down to 0 for the last.
+- SAC, TD3 and DQN: their replays keep observations in the environment's type, float64 for MuJoCo, ours in float32. A
+  round is a whole number of steps and of updates, so that 4 environments with updates_per_step 0.1 have 2 updates
+  after every 5 steps, ours one after every second or third; a run ends after a whole round.
+- SAC: SB3 has one learning rate, here policy_lr; SBX has q_lr for the critics, but policy_lr for the entropy
+  coefficient, which in ours learns with q_lr. Both train the actor in every update; ours in every policy_frequency-th
+  that many times, so as often. Their loss of the entropy coefficient is -log(alpha) * (log_pi + target) on the actions
+  that trained the actor, ours -alpha * (log_pi + target) on actions sampled anew, one more pass through the actor.
+  They count half the squared error of the critics (a factor that Adam divides out), and clip log_std to [-20, 2] where
+  ours squashes it into [-5, 2].
+- TD3: SBX moves the targets in every update, SB3 and ours in every policy_frequency-th. SBX trains the actor on the
+  lower of both critics, SB3 and ours on the first; SBX counts half the squared error. Both add the exploration noise
+  to the random actions before learning_starts too.
+- DQN: SBX's hidden layers are 120 and 120 (it reads the first number only), SB3's and ours 120 and 84. Both take the
+  Huber loss, ours the squared error. Before learning_starts they act at random, ours epsilon-greedily; with several
+  environments they toss one coin for all. SB3 computes the gradient's norm, to clip it at infinity.
 """
 
 import importlib
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from fractions import Fraction
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from leanrl.support.cli import parse_args
-from leanrl.support.envs import make_env
+from leanrl.support.devices import resolve_device
+from leanrl.support.envs import make_env, make_envs, require_continuous_actions, require_discrete_actions
 from leanrl.support.errors import UsageError, bad
 from leanrl.support.run import Run
 
 PEERS = {"sb3": "stable_baselines3", "sbx": "sbx"}
 """The name in tables -> the module to import."""
 
+WARMUP_ROUNDS = 50
+"""Rounds of updates of an off-policy peer before its clock starts: JAX compiles in the first few."""
+
+
+# ---------------------------------------------------------------------------------------------------------------- PPO
+
 
 def ppo_continuous_action(args, peer: str, env) -> Any:
     """The peer's PPO with our reference's hyperparameters."""
     if args.target_kl is not None:
         raise bad("target_kl", args.target_kl, "means something else in each peer; leave it out")
-    if args.amp != "none":
-        raise bad("amp", args.amp, "the peers have no such mode; leave it out")
     if peer == "sb3":
         activation = torch.nn.Tanh
     else:
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # SBX does not look at its argument `device`
         from flax.linen import tanh as activation
 
     return importlib.import_module(PEERS[peer]).PPO(
@@ -68,8 +93,148 @@ def ppo_continuous_action(args, peer: str, env) -> Any:
     )
 
 
-ALGORITHMS: dict[str, Callable] = {"ppo_continuous_action": ppo_continuous_action}
-"""Our reference -> what builds the peer's algorithm from the reference's arguments and normalised environments."""
+class Timing(NamedTuple):
+    """When a peer's algorithm learns; all but the last in environment steps."""
+
+    round_steps: int
+    """between updates: the run ends after a whole number of rounds"""
+    warmup_steps: int
+    """the clock starts at the first round after these"""
+    log_every: int
+    update_steps: int
+    """gradient steps for each update that the algorithm counts"""
+
+
+def ppo_timing(args) -> Timing:
+    """The first iteration is the warm-up; every other is logged."""
+    steps = args.num_envs * args.num_steps
+    return Timing(round_steps=steps, warmup_steps=steps, log_every=steps, update_steps=args.num_minibatches)
+
+
+# -------------------------------------------------------------------------------------------------- SAC, TD3 AND DQN
+
+
+def updates_of_round(args) -> Fraction:
+    """Updates in each round over steps of the vector of environments in it, the reference's updates_per_step."""
+    ratio = Fraction(args.updates_per_step * args.num_envs).limit_denominator(10_000)
+    if not ratio:
+        raise bad("updates_per_step", args.updates_per_step, "is less than the peers can do; try 0.001")
+    return ratio
+
+
+def off_policy_timing(args) -> Timing:
+    """The warm-up goes WARMUP_ROUNDS beyond learning_starts."""
+    steps = args.num_envs * updates_of_round(args).denominator
+    warmup_steps = args.learning_starts + WARMUP_ROUNDS * steps
+    return Timing(round_steps=steps, warmup_steps=warmup_steps, log_every=args.log_every, update_steps=1)
+
+
+def off_policy_arguments(args, envs) -> dict:
+    """What the three algorithms of both peers have in common."""
+    ratio = updates_of_round(args)
+    return {
+        "policy": "MlpPolicy",
+        "env": envs,
+        "buffer_size": args.buffer_size,
+        "learning_starts": args.learning_starts,
+        "batch_size": args.batch_size,
+        "tau": args.tau,
+        "gamma": args.gamma,
+        "train_freq": ratio.denominator,
+        "gradient_steps": ratio.numerator,
+        "seed": args.seed,
+        "device": resolve_device(args),
+    }
+
+
+def sac_continuous_action(args, peer: str, envs) -> Any:
+    """The peer's SAC with our reference's hyperparameters."""
+    if args.target_network_frequency != 1:
+        raise bad("target_network_frequency", args.target_network_frequency, "the peers only have 1; leave it out")
+    return importlib.import_module(PEERS[peer]).SAC(
+        **off_policy_arguments(args, envs),
+        learning_rate=args.policy_lr,
+        **({"qf_learning_rate": args.q_lr} if peer == "sbx" else {}),
+        ent_coef="auto" if args.autotune else args.alpha,
+        target_entropy="auto",
+        policy_kwargs={"net_arch": [256, 256]},
+    )
+
+
+def td3_continuous_action(args, peer: str, envs) -> Any:
+    """The peer's TD3 with our reference's hyperparameters."""
+    from stable_baselines3.common.noise import NormalActionNoise
+
+    (action_dim,) = envs.action_space.shape
+    return importlib.import_module(PEERS[peer]).TD3(
+        **off_policy_arguments(args, envs),
+        learning_rate=args.learning_rate,
+        policy_delay=args.policy_frequency,
+        target_policy_noise=args.policy_noise,
+        target_noise_clip=args.noise_clip,
+        action_noise=NormalActionNoise(np.zeros(action_dim), np.full(action_dim, args.exploration_noise)),
+        policy_kwargs={"net_arch": [256, 256]},
+    )
+
+
+def dqn(args, peer: str, envs) -> Any:
+    """The peer's DQN with our reference's hyperparameters."""
+    return importlib.import_module(PEERS[peer]).DQN(
+        **off_policy_arguments(args, envs),
+        learning_rate=args.learning_rate,
+        target_update_interval=args.target_network_frequency,
+        exploration_fraction=args.exploration_fraction,
+        exploration_initial_eps=args.start_e,
+        exploration_final_eps=args.end_e,
+        **({"max_grad_norm": float("inf")} if peer == "sb3" else {}),
+        policy_kwargs={"net_arch": [120, 84]},
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- ENVIRONMENTS
+
+
+def make_plain_envs(args):
+    """As many environments as the reference has, stepped in this process."""
+    from stable_baselines3.common.env_util import make_vec_env
+
+    return make_vec_env(lambda: make_env(args.env_id), args.num_envs, seed=args.seed)
+
+
+def make_normalized_envs(args):
+    """The peers' counterpart of our reference's wrappers; the clipping of actions is in their algorithms."""
+    from stable_baselines3.common.vec_env import VecNormalize
+
+    return VecNormalize(
+        make_plain_envs(args), norm_obs=True, norm_reward=True, clip_obs=10.0, clip_reward=10.0, gamma=args.gamma
+    )
+
+
+class Algorithm(NamedTuple):
+    """How a peer runs the algorithm of one of our references."""
+
+    make_model: Callable
+    """(reference's arguments, peer, environments) -> the peer's algorithm"""
+    timing: Callable[[Any], Timing]
+    make_envs: Callable
+    require_actions: Callable
+
+
+ALGORITHMS = {
+    "ppo_continuous_action": Algorithm(
+        ppo_continuous_action, ppo_timing, make_normalized_envs, require_continuous_actions
+    ),
+    "sac_continuous_action": Algorithm(
+        sac_continuous_action, off_policy_timing, make_plain_envs, require_continuous_actions
+    ),
+    "td3_continuous_action": Algorithm(
+        td3_continuous_action, off_policy_timing, make_plain_envs, require_continuous_actions
+    ),
+    "dqn": Algorithm(dqn, off_policy_timing, make_plain_envs, require_discrete_actions),
+}
+
+
+# -------------------------------------------------------------------------------------------------------------- MAIN
 
 
 def use_threads(num_threads: int | None) -> None:
@@ -84,17 +249,8 @@ def use_threads(num_threads: int | None) -> None:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
 
 
-def make_normalized_envs(args):
-    """The peers' counterpart of our reference's wrappers; the clipping of actions is in their algorithms."""
-    from stable_baselines3.common.env_util import make_vec_env
-    from stable_baselines3.common.vec_env import VecNormalize
-
-    envs = make_vec_env(lambda: make_env(args.env_id), args.num_envs, seed=args.seed)
-    return VecNormalize(envs, norm_obs=True, norm_reward=True, clip_obs=10.0, clip_reward=10.0, gamma=args.gamma)
-
-
-def learn(model, run: Run, warmup_steps: int, num_minibatches: int) -> None:
-    """Trains ``model`` to the end of ``run``, logging to it after every iteration but those of the warm-up."""
+def learn(model, run: Run, timing: Timing) -> None:
+    """Trains ``model`` to the end of ``run``, logging to it every ``timing.log_every`` steps after the warm-up."""
     from stable_baselines3.common.callbacks import BaseCallback
 
     class Recorder(BaseCallback):
@@ -102,6 +258,7 @@ def learn(model, run: Run, warmup_steps: int, num_minibatches: int) -> None:
 
         def _on_training_start(self) -> None:
             self.episodes_seen = [0] * self.training_env.num_envs
+            self.next_stop = timing.warmup_steps
             # Started again after the warm-up; a run interrupted before that has a speed too.
             run.start_clock()
 
@@ -109,12 +266,15 @@ def learn(model, run: Run, warmup_steps: int, num_minibatches: int) -> None:
             return not run.stop_requested
 
         def _on_rollout_start(self) -> None:
-            # The iteration before this rollout is done, its update included.
+            # The round before this one is done, its updates included. Off-policy, a round may be one step: be brief.
+            if self.num_timesteps < self.next_stop:
+                return
             self.update()
-            if self.num_timesteps >= warmup_steps and not run.warmup_seconds:
-                run.start_clock()
-            elif run.warmup_seconds:
+            if run.warmup_seconds:
                 run.log({})
+            else:
+                run.start_clock()
+            self.next_stop = (self.num_timesteps // timing.log_every + 1) * timing.log_every
 
         def _on_training_end(self) -> None:
             self.update()
@@ -122,7 +282,7 @@ def learn(model, run: Run, warmup_steps: int, num_minibatches: int) -> None:
 
         def update(self) -> None:
             run.global_step = self.num_timesteps
-            run.optimizer_steps = self.model._n_updates * num_minibatches
+            run.optimizer_steps = self.model._n_updates * timing.update_steps
             # Read from the environments' Monitors now and then: that costs the peer nothing in its steps.
             returns, lengths = (self.training_env.get_attr(f"episode_{name}") for name in ("returns", "lengths"))
             for i, seen in enumerate(self.episodes_seen):
@@ -135,16 +295,27 @@ def learn(model, run: Run, warmup_steps: int, num_minibatches: int) -> None:
 def main(peer: str, script: str, argv: list[str]) -> None:
     reference = importlib.import_module(f"leanrl.{script}")
     args = parse_args(reference.Args, script, argv)
+    args.num_threads = args.num_threads or None  # 0 is the library's own choice
     reference.validate(args)
-    rollout_steps = args.num_envs * args.num_steps
-    total_steps = args.total_timesteps // rollout_steps * rollout_steps
-    if total_steps < 2 * rollout_steps:
-        raise bad("total_timesteps", args.total_timesteps, f"is less than two rollouts of {rollout_steps} steps")
+    if args.amp != "none":
+        raise bad("amp", args.amp, "the peers have no such mode; leave it out")
+    algorithm = ALGORITHMS[script]
+    probe = make_envs(args.env_id, 1, args.seed)
+    algorithm.require_actions(probe, args.env_id)
+    probe.close()
+    timing = algorithm.timing(args)
+    total_steps = args.total_timesteps // timing.round_steps * timing.round_steps
+    if total_steps < timing.warmup_steps + timing.round_steps:
+        needed = f"a warm-up of {timing.warmup_steps} steps and a round of {timing.round_steps}"
+        raise bad("total_timesteps", args.total_timesteps, f"is less than {needed}")
     use_threads(args.num_threads)
-    envs = make_normalized_envs(args)
-    model = ALGORITHMS[script](args, peer, envs)
-    with Run(args, f"{peer}.py", model.device, total_steps) as run:
-        learn(model, run, warmup_steps=rollout_steps, num_minibatches=args.num_minibatches)
+    if peer == "sbx":
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # SBX does not look at its argument `device`
+    envs = algorithm.make_envs(args)
+    model = algorithm.make_model(args, peer, envs)
+    device = model.device if peer == "sb3" else torch.device("cpu")
+    with Run(args, f"{peer}.py", device, total_steps) as run:
+        learn(model, run, timing)
         run.finish({})
     envs.close()
 

@@ -7,6 +7,8 @@ eager reference, and go to all.
 
     python -m leanrl.tools.peers
     python -m leanrl.tools.peers --num-envs 64 --env-backend envpool --total-timesteps 524288
+    python -m leanrl.tools.peers --algorithm sac_continuous_action --amp none bf16 --total-timesteps 6000 \\
+        -- --learning-starts 1000
     python -m leanrl.tools.peers --seeds 1 --peers sb3 -- --env-id Hopper-v5
 """
 
@@ -41,6 +43,7 @@ from leanrl.tools.trials import (
     check_script_args,
     contenders_of,
     measured,
+    peak_memories,
     require_distinct,
     run_trials,
     sps_ratios,
@@ -69,6 +72,8 @@ class Args:
     """environments stepped together"""
     env_backend: EnvBackend | None = None
     """for our fast rungs, by default their own; the peers and our references step gymnasium"""
+    amp: tuple[Literal["none", "bf16"], ...] = ("none",)
+    """--amp of our compiled runs, a row with each, as in `none bf16`; the peers and our other runs stay float32"""
     runs_dir: str = "runs"
     """folder of the default --out"""
     out: str | None = None
@@ -78,8 +83,8 @@ class Args:
 
 
 def main(args: Args) -> int:
-    require_distinct(args, "seeds", "peers", "peer_threads")
-    check_script_args(args.script_args, reserved=("--num-envs", "--env-backend", "--num-threads"))
+    require_distinct(args, "seeds", "peers", "peer_threads", "amp")
+    check_script_args(args.script_args, reserved=("--num-envs", "--env-backend", "--num-threads", "--amp"))
     for peer in args.peers:
         if importlib.util.find_spec(PEERS[peer]) is None:
             raise UsageError(f"{PEERS[peer]} is not installed; pip install -r requirements/requirements-peers.txt")
@@ -91,6 +96,7 @@ def main(args: Args) -> int:
         device,
         fast_flags=[*flags, *([f"--env-backend={args.env_backend}"] if args.env_backend else [])],
         reference_flags=flags,
+        amp=args.amp,
     )
     theirs = {peer: peer_contenders(peer, args.algorithm, args.peer_threads, flags) for peer in args.peers}
     out = Path(args.out) if args.out else fresh_folder(args.runs_dir, "peers")
@@ -119,10 +125,8 @@ def peer_contenders(peer: str, algorithm: str, threads: Sequence[int], flags: Se
     """One contender for each thread setting of a peer."""
     command = (sys.executable, "-m", "leanrl.tools.peer_worker", peer, algorithm, *flags)
     return [
-        Contender(f"{peer}, {n} thread{'s' * (n > 1)}", (*command, f"--num-threads={n}"))
-        if n
-        else Contender(f"{peer}, default threads", command)
-        for n in threads
+        Contender(f"{peer}, {n} thread{'s' * (n > 1)}" if n else f"{peer}, default threads", (*command, flag))
+        for n, flag in ((n, f"--num-threads={n}") for n in threads)
     ]
 
 
@@ -144,6 +148,7 @@ def summarize(trials: Sequence[Trial], labels: Sequence[str], best: dict[str, st
                 if (ratios := sps_ratios(trials, label, baseline))
             },
             "warmup_seconds": list(measured(trials, label, "warmup_seconds").values()),
+            "peak_memory_mb": peak_memories(trials, label),
             "failures": [trial.failure for trial in trials if trial.label == label and trial.failure],
         }
         for label in labels
@@ -159,14 +164,16 @@ def render_table(rows: Sequence[dict], settings: dict[str, dict[str, float]]) ->
             f"{row['median_sps']:,.0f}",
             *(f"{row['ratios'][peer]:.2f}x" if peer in row["ratios"] else "-" for peer in settings),
             f"{statistics.median(row['warmup_seconds']):.1f}" if row["warmup_seconds"] else "-",
+            f"{statistics.median(row['peak_memory_mb']):,.0f}" if row["peak_memory_mb"] else "-",
         )
         for row in rows
     ]
-    header = ("who", "sps of each round", "median sps", *(f"vs {peer}" for peer in settings), "warm-up s")
+    header = ("who", "sps of each round", "median sps", *(f"vs {peer}" for peer in settings), "warm-up s", "peak MB")
     speeds = "; ".join(f"{label} {sps:,.0f}" for tried in settings.values() for label, sps in tried.items())
     return (
         f"{markdown_table(header, cells)}\n\n"
-        "sps: environment steps per second after warm-up; ratios and warm-up: medians over rounds.\n"
+        "sps: environment steps per second after warm-up; peak MB: RAM that the run held at most; ratios, warm-up and "
+        "peak: medians over rounds.\n"
         f"Each peer with its fastest thread setting, of these median sps: {speeds}."
     )
 

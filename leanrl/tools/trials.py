@@ -31,6 +31,9 @@ RESERVED_FLAGS = ("--total-timesteps", "--seed", "--run-name", "--runs-dir", "--
 # A child asked to stop finishes its update first, or its compilation; past this it is killed.
 STOP_SECONDS = 20
 
+# How often a child's memory is read while it runs.
+MEMORY_SECONDS = 0.25
+
 
 @dataclass(frozen=True)
 class Contender:
@@ -54,6 +57,8 @@ class Trial:
     args: dict = field(default_factory=dict)
     metrics: list[dict] = field(default_factory=list)
     """the log points without losses"""
+    peak_memory_mb: float | None = None
+    """the most memory that the run's process held in RAM, in 10**6 bytes; None where the system does not tell"""
 
     @property
     def failure(self) -> str | None:
@@ -132,6 +137,7 @@ def contenders_of(
     device: torch.device,
     fast_flags: Sequence[str],
     reference_flags: Sequence[str],
+    amp: Sequence[str] = ("none",),
 ) -> list[Contender]:
     """One contender for each entry, or for each of the machine's modes where an entry names none.
 
@@ -140,9 +146,11 @@ def contenders_of(
         name: of the tool's field that holds them.
         device: where they will run.
         fast_flags: for scripts that take modes; the others get ``reference_flags``.
+        amp: values of ``--amp``; a compiled contender becomes one for each, the others have none of it.
 
     Raises:
-        UsageError: a bad entry, the same one twice, or a mode that this machine lacks.
+        UsageError: a bad entry, the same one twice, a mode that this machine lacks, or ``amp`` where nothing is
+            compiled.
     """
     contenders = []
     for entry in entries:
@@ -155,8 +163,12 @@ def contenders_of(
                 command += [f"--{lever}" if lever in mode else f"--no-{lever}" for lever in LEVERS]
             command += fast_flags if takes_modes(script) else reference_flags
             label = " ".join([script, *(f"--{lever}" for lever in LEVERS if lever in mode)])
-            contenders.append(Contender(label, tuple(command)))
+            for precision in amp if "compile" in mode else ["none"]:
+                words = ["--amp", precision] if precision != "none" else []
+                contenders.append(Contender(" ".join([label, *words]), (*command, *words)))
     labels = [contender.label for contender in contenders]
+    if "bf16" in amp and not any(label.endswith("--amp bf16") for label in labels):
+        raise bad("amp", " ".join(amp), f"none of --{name} is compiled; bf16 is for those")
     for label in labels:
         if labels.count(label) > 1:
             raise bad(name, " ".join(entries), f"{label} is named more than once")
@@ -219,7 +231,7 @@ def run_trial(contender: Contender, seed: int, runs_dir: Path) -> Trial:
     run_name = f"{name}__seed{seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     flags = ["--seed", str(seed), "--run-name", run_name, "--runs-dir", str(runs_dir)]
     trial = Trial(contender.label, seed, [*contender.command, *flags], str(runs_dir / run_name), exit_code=0)
-    trial.exit_code = run_child(trial.command)
+    trial.exit_code, trial.peak_memory_mb = run_child(trial.command)
     trial.summary = read_json(Path(trial.run_dir) / "summary.json")
     trial.args = read_json(Path(trial.run_dir) / "args.json")
     trial.metrics = [
@@ -229,17 +241,40 @@ def run_trial(contender: Contender, seed: int, runs_dir: Path) -> Trial:
     return trial
 
 
-def run_child(command: Sequence[str]) -> int:
-    """Runs ``command`` on this terminal and returns its exit code; it does not outlive this call."""
+def run_child(command: Sequence[str]) -> tuple[int, float | None]:
+    """Runs ``command`` on this terminal; it does not outlive this call.
+
+    Returns:
+        its exit code, and the most memory that it held (None where it ended at once or the system does not tell).
+    """
     path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
     # In a process group of its own, Ctrl-C reaches the child through `stop` only: not while it imports, which would
     # print a traceback, and not the compilers that it has started.
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path}, process_group=0)
+    peak = None
     try:
-        return child.wait()
+        while True:
+            try:
+                return child.wait(MEMORY_SECONDS), peak
+            except subprocess.TimeoutExpired:
+                peak = peak_memory_mb(child.pid) or peak
     finally:
         if child.poll() is None:
             stop(child)
+
+
+def peak_memory_mb(pid: int) -> float | None:
+    """The most that a running process has held in RAM so far, in 10**6 bytes; None once it has ended, or off Linux.
+
+    Not what os.wait4 says at the end: that is at least what this process holds, which the child had before its exec,
+    and counts the compilers that the child has waited for.
+    """
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return None
+    kibibytes = re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
+    return int(kibibytes[1]) * 1024 / 1e6 if kibibytes else None
 
 
 def stop(child: subprocess.Popen) -> None:
@@ -267,6 +302,12 @@ def measured(trials: Sequence[Trial], label: str, key: str) -> dict[int, float]:
         for trial in trials
         if trial.label == label and not trial.failure and trial.summary[key] is not None
     }
+
+
+def peak_memories(trials: Sequence[Trial], label: str) -> list[float]:
+    """``peak_memory_mb`` of a contender's trials that did not fail and have it."""
+    peaks = (trial.peak_memory_mb for trial in trials if trial.label == label and not trial.failure)
+    return [peak for peak in peaks if peak is not None]
 
 
 def sps_ratios(trials: Sequence[Trial], label: str, baseline: str) -> list[float]:

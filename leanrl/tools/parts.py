@@ -1,0 +1,274 @@
+"""Where the time of one environment step goes: matrix products, fused loops, the environment, and what is left.
+
+Each script runs in a process of its own, three times: plainly, for its speed; under PyTorch's profiler, for its parts;
+and eagerly under its counter of floating-point operations. The floor of the matrix products is those operations at the
+speed that a large product reaches here (float32, or bfloat16 with --amp bf16). The profiler lengthens what it looks at,
+mostly the many short parts: the speed beside it tells by how much.
+
+    python -m leanrl.tools.parts
+    python -m leanrl.tools.parts --scripts sac_continuous_action_torchcompile:compile -- --amp bf16
+"""
+
+import importlib
+import json
+import math
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import tyro
+
+from leanrl.support.devices import available_cores
+from leanrl.support.errors import UsageError
+from leanrl.support.executables import CPU_OPTIONS
+from leanrl.support.run import Run, synchronize
+from leanrl.tools.common import (
+    COLORS,
+    benchmark_record,
+    clean,
+    describe_machine,
+    fresh_folder,
+    markdown_table,
+    run_tool,
+    write_results,
+)
+from leanrl.tools.trials import LEVERS, check_script_args, contenders_of, parse_entry, target_device
+
+KINDS = {
+    "environment": ("env.step",),
+    "matrix products": ("bmm", "addmm", "::mm", "_mm_out", "cpu_mm"),
+    "random numbers": ("rand", "normal_", "random_"),
+    "fused loops": ("cpp_fused", "triton_"),
+    "copies": ("copy_", "clone", "empty", "index_select", "index_copy", "cumsum"),
+}
+"""Part -> what the names of its events contain, the first that fits; all other time is `calls and Python`."""
+
+REST = "calls and Python"
+
+
+@dataclass
+class Args:
+    scripts: tuple[str, ...] = (
+        "td3_continuous_action_torchcompile:compile",
+        "sac_continuous_action_torchcompile:compile",
+    )
+    """SCRIPT:MODE each, off-policy ones; MODE is eager, compile, cudagraphs or compile+cudagraphs"""
+    steps: int = 1000
+    """environment steps with an update, of which the parts are the mean"""
+    learning_starts: int = 1000
+    """environment steps before them"""
+    runs_dir: str = "runs"
+    """folder of the default --out"""
+    out: str | None = None
+    """folder for the results; by default RUNS_DIR/parts/TIME"""
+    script_args: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="-- FLAGS")] = ()
+    """flags for every script"""
+
+
+def main(args: Args) -> int:
+    check_script_args(args.script_args, reserved=("--learning-starts", "--log-every"))
+    device = target_device(args.script_args)
+    contenders_of(args.scripts, "scripts", device, fast_flags=(), reference_flags=())  # refuses what cannot run
+    out = Path(args.out) if args.out else fresh_folder(args.runs_dir, "parts")
+    rows = [measure(entry, args) for entry in args.scripts]
+    record = {**benchmark_record("parts", device), "rows": rows}
+    text = f"{describe_machine(record['machine'])}\n\n{render_table(rows)}"
+    write_results(out, "parts", record, text, draw(rows))
+    return 0
+
+
+def measure(entry: str, args: Args) -> dict:
+    """One row: microseconds of an environment step by part, its speed without the profiler, and the floor."""
+    script, levers = parse_entry(entry, "scripts")
+    if not hasattr(importlib.import_module(f"leanrl.{script}").Args, "learning_starts"):
+        raise UsageError(f"--scripts {entry}: only off-policy scripts can be taken apart yet")
+    flags = [f"--learning-starts={args.learning_starts}", "--log-every=1000000", *args.script_args]
+    flags += [f"--total-timesteps={args.learning_starts + args.steps}"]
+    mode = [f"--{lever}" for lever in LEVERS if lever in (levers or ())]
+    plain = in_process(script, [*flags, *mode], "speed")
+    profiled = in_process(script, [*flags, *mode], "parts")
+    counted = in_process(script, flags, "flops")
+    label = " ".join([script, *mode, *args.script_args])
+    print(f"{label}: {1e6 / plain['sps']:,.0f} us a step", flush=True)
+    return {
+        "who": label,
+        "step_us": 1e6 / plain["sps"],
+        "profiled_step_us": 1e6 / profiled["sps"],
+        "parts_us": profiled["parts_us"],
+        "mflop": counted["mflop"],
+        "product_gflops": counted["product_gflops"],
+        "floor_us": 1e3 * counted["mflop"] / counted["product_gflops"],
+    }
+
+
+# ---------------------------------------------------------------------------------------------------- IN A PROCESS
+
+
+def in_process(script: str, flags: Sequence[str], what: str) -> dict:
+    """What ``observe_run`` finds, in a fresh process: compiled code and threads must not carry over."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        process = multiprocessing.get_context("spawn").Process(
+            target=observe_run, args=(script, list(flags), what, folder, result)
+        )
+        process.start()
+        process.join()
+        if process.exitcode:
+            raise SystemExit(process.exitcode)
+        return json.loads(result.read_text())
+
+
+def observe_run(script: str, flags: list[str], what: str, folder: str, result: Path) -> None:
+    """Runs ``script`` and watches it from the last start of its clock to its end; writes what it found as JSON."""
+    module = importlib.import_module(f"leanrl.{script}")
+    found, watch = {}, ExitStack()
+
+    class WatchedRun(Run):
+        """A run that is watched while its clock runs."""
+
+        def start_clock(self) -> None:
+            watch.close()
+            found["watched"] = watch.enter_context(watchers[what]())
+            super().start_clock()
+
+        def finish(self, state: dict) -> dict:
+            found["steps"] = self.global_step - self._clock_start[1]
+            found["seconds"] = time.perf_counter() - self._clock_start[0]
+            found["sps"] = self.sps()
+            watch.close()
+            return super().finish(state)
+
+    watchers = {"speed": ExitStack, "parts": profiler, "flops": flop_counter}
+    module.Run = WatchedRun
+    module.make_envs = recorded(module.make_envs)
+    if what == "parts":
+        CPU_OPTIONS["cpp.enable_kernel_profile"] = True
+    args = tyro.cli(module.Args, args=[*flags, "--runs-dir", folder, "--run-name", "run"])
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        module.main(args)
+    content = {"sps": found["sps"]}
+    if what == "parts":
+        content["parts_us"] = by_part(found["watched"], found["steps"], found["seconds"])
+    if what == "flops":
+        content["mflop"] = found["watched"].get_total_flops() / 1e6 / found["steps"]
+        content["product_gflops"] = product_gflops(torch.bfloat16 if args.amp == "bf16" else torch.float32, args.device)
+    result.write_text(json.dumps(content))
+
+
+def recorded(make_envs: Callable) -> Callable:
+    """``make_envs``, whose environments tell the profiler when they step."""
+
+    def make_recorded_envs(*args, **kwargs):
+        envs = make_envs(*args, **kwargs)
+        step = envs.step
+
+        def recorded_step(actions):
+            with torch.profiler.record_function("env.step"):
+                return step(actions)
+
+        envs.step = recorded_step
+        return envs
+
+    return make_recorded_envs
+
+
+def profiler():
+    """PyTorch's profiler for this machine's devices."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    return torch.profiler.profile(activities=activities)
+
+
+def flop_counter():
+    """Counts the operations of matrix products."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    return FlopCounterMode(display=False)
+
+
+def by_part(profile: torch.profiler.profile, steps: int, seconds: float) -> dict[str, float]:
+    """Microseconds of a step in each of KINDS, and the rest."""
+    parts = dict.fromkeys(KINDS, 0.0)
+    for event in profile.key_averages():
+        for kind, names in KINDS.items():
+            if any(name in event.key for name in names):
+                # The environment's time is all that happens within it.
+                total = event.cpu_time_total if kind == "environment" else event.self_cpu_time_total
+                parts[kind] += (total + event.self_device_time_total) / steps
+                break
+    parts[REST] = max(0.0, 1e6 * seconds / steps - sum(parts.values()))
+    return parts
+
+
+def product_gflops(dtype: torch.dtype, device: str) -> float:
+    """Operations per nanosecond of a batch of two products of 256 x 256 matrices on all cores."""
+    device = "cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu")
+    torch.set_num_threads(available_cores())
+    x, y = torch.randn(2, 2, 256, 256, device=device).to(dtype)
+    best = math.inf
+    for _ in range(20):
+        synchronize(torch.device(device))
+        start = time.perf_counter()
+        for _ in range(50):
+            torch.bmm(x, y)
+        synchronize(torch.device(device))
+        best = min(best, (time.perf_counter() - start) / 50)
+    return 2 * 2 * 256**3 / best / 1e9
+
+
+# ------------------------------------------------------------------------------------------------------------ RESULTS
+
+
+def render_table(rows: Sequence[dict]) -> str:
+    """Microseconds of an environment step."""
+    kinds = [*KINDS, REST]
+    header = ("who", "step", "step, profiled", *kinds, "MFLOP", "floor of the products")
+    cells = [
+        (
+            row["who"],
+            f"{row['step_us']:,.0f}",
+            f"{row['profiled_step_us']:,.0f}",
+            *(f"{row['parts_us'][kind]:,.0f}" for kind in kinds),
+            f"{row['mflop']:,.0f}",
+            f"{row['floor_us']:,.0f}",
+        )
+        for row in rows
+    ]
+    return f"{markdown_table(header, cells)}\n\nMicroseconds of an environment step; the parts are those of the profiled one."
+
+
+def draw(rows: Sequence[dict]):
+    """A stacked bar a row, its unprofiled length and its floor marked."""
+    from matplotlib.figure import Figure  # not pyplot, which would look for a screen
+
+    figure = Figure(figsize=(11, 1.8 + 0.9 * len(rows)), layout="constrained", dpi=120)
+    axes = figure.subplots()
+    for i, row in enumerate(rows):
+        start = 0.0
+        for kind, color in zip([*KINDS, REST], COLORS[1:], strict=False):
+            axes.barh(i, row["parts_us"][kind], left=start, height=0.42, color=color, label=kind if i == 0 else None)
+            start += row["parts_us"][kind]
+        axes.text(0, i - 0.27, row["who"], va="bottom", fontsize=10)
+        axes.plot(
+            [row["step_us"]] * 2, [i - 0.26, i + 0.26], color="black", label="step, not profiled" if i == 0 else None
+        )
+        floor = {"color": "black", "linestyle": ":", "label": "floor of the products" if i == 0 else None}
+        axes.plot([row["floor_us"]] * 2, [i - 0.26, i + 0.26], **floor)
+    axes.set_ylim(len(rows) - 0.55, -0.75)
+    axes.set_yticks([])
+    axes.set_title("Microseconds of an environment step, under the profiler", loc="left")
+    clean(axes)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
+if __name__ == "__main__":
+    run_tool(main, Args)
