@@ -8,7 +8,8 @@ fast). ``--compile`` and ``--cudagraphs`` switch each lever by itself.
 
 What is different, each with its measured gain in doc/optimizations.md:
 - transitions wait on the CPU until an update is due: one copy in and one call then write them to the replay, sample
-  and train; a step of the environment between two updates costs the greedy action, or nothing where a random one was drawn;
+  and train; a step of the environment between two updates costs the greedy action, or nothing where a random one was
+  drawn;
 - the greedy action for one observation is compiled into a few loops, without calls of a matrix library;
 - gradients by torch.func, and Adam over one flat vector.
 
@@ -310,6 +311,7 @@ def main(args: Args) -> None:
         return {
             **{name: part.state_dict() for name, part in parts.items()},
             "target_network": target_network.clone(),
+            "losses": losses.clone(),
             "replay": replay.state_dict() if args.checkpoint_replay else None,
             "envs": save_envs(envs, episodes),
         }
@@ -321,6 +323,7 @@ def main(args: Args) -> None:
             for name, part in parts.items():
                 part.load_state_dict(saved[name])
             target_network.copy_(saved["target_network"])
+            losses.copy_(saved["losses"])
             if saved["replay"] is not None:
                 replay.load_state_dict(saved["replay"])
             else:

@@ -345,6 +345,7 @@ def main(args: Args) -> None:
         return {
             **{name: part.state_dict() for name, part in parts.items()},
             "log_alpha": log_alpha.detach().clone(),
+            "losses": losses.clone(),
             "replay": replay.state_dict() if args.checkpoint_replay else None,
             "envs": save_envs(envs, episodes),
         }
@@ -356,6 +357,7 @@ def main(args: Args) -> None:
             for name, part in parts.items():
                 part.load_state_dict(saved[name])
             log_alpha.data.copy_(saved["log_alpha"])
+            losses.copy_(saved["losses"])
             if saved["replay"] is not None:
                 replay.load_state_dict(saved["replay"])
             else:

@@ -459,6 +459,7 @@ def main(args: Args) -> None:
         return {
             **{name: part.state_dict() for name, part in parts.items()},
             "critics_target": critics_target.clone(),
+            "losses": losses.clone(),
             "replay": replay.state_dict() if args.checkpoint_replay else None,
             "envs": save_envs(envs, episodes),
             "next_actions": last.actions.clone(),
@@ -471,6 +472,7 @@ def main(args: Args) -> None:
             for name, part in parts.items():
                 part.load_state_dict(saved[name])
             critics_target.copy_(saved["critics_target"])
+            losses.copy_(saved["losses"])
             if saved["replay"] is not None:
                 replay.load_state_dict(saved["replay"])
             else:

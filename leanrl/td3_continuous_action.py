@@ -288,6 +288,7 @@ def main(args: Args) -> None:
     def state_dict() -> dict:
         return {
             **{name: part.state_dict() for name, part in parts.items()},
+            "losses": losses.clone(),
             "replay": replay.state_dict() if args.checkpoint_replay else None,
             "envs": save_envs(envs, episodes),
         }
@@ -298,6 +299,7 @@ def main(args: Args) -> None:
         if saved is not None:
             for name, part in parts.items():
                 part.load_state_dict(saved[name])
+            losses.copy_(saved["losses"])
             if saved["replay"] is not None:
                 replay.load_state_dict(saved["replay"])
             else:

@@ -383,6 +383,7 @@ def main(args: Args) -> None:
         return {
             **{name: part.state_dict() for name, part in parts.items()},
             **{name: target.clone() for name, target in targets.items()},
+            "losses": losses.clone(),
             "replay": replay.state_dict() if args.checkpoint_replay else None,
             "envs": save_envs(envs, episodes),
             "next_actions": last.actions.clone(),
@@ -396,6 +397,7 @@ def main(args: Args) -> None:
                 part.load_state_dict(saved[name])
             for name, target in targets.items():
                 target.copy_(saved[name])
+            losses.copy_(saved["losses"])
             if saved["replay"] is not None:
                 replay.load_state_dict(saved["replay"])
             else:

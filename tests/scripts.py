@@ -2,14 +2,20 @@
 
 import importlib
 import json
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils._pytree import tree_leaves
 
+from leanrl.support.checkpoints import load_last_checkpoint
 from leanrl.support.cli import run_script
+from leanrl.support.run import Run
+from leanrl.support.tracking import read_metrics
 
 SOURCE = Path(__file__).parents[1] / "leanrl"
 ON_POLICY_REFERENCES = ["ppo_continuous_action"]
@@ -33,14 +39,14 @@ def tiny(script: str) -> list[str]:
     flags = ["--device=cpu", "--num-threads=1", f"--env-id={tiny_env(script)}"]
     if script in ON_POLICY:  # rollouts of 64 steps, 4 gradient steps each
         return [*flags, "--num-steps=64", "--num-minibatches=4", "--update-epochs=1"]
-    # A gradient step each 8 steps from step 128 on.
-    flags += ["--learning-starts=128", "--updates-per-step=0.125", "--batch-size=32", "--buffer-size=1000"]
+    # A gradient step each 8 steps from step 48 on.
+    flags += ["--learning-starts=48", "--updates-per-step=0.125", "--batch-size=32", "--buffer-size=1000"]
     return [*flags, "--log-every=64", *(["--target-network-frequency=100"] if script.startswith("dqn") else [])]
 
 
 def tiny_optimizer_steps(script: str, steps: int) -> int:
     """Gradient steps of a tiny run of so many environment steps."""
-    return steps // 64 * 4 if script in ON_POLICY else max(0, steps - 128) // 8
+    return steps // 64 * 4 if script in ON_POLICY else max(0, steps - 48) // 8
 
 
 def run(script: str, *flags) -> int:
@@ -53,6 +59,22 @@ def run(script: str, *flags) -> int:
         except SystemExit as end:
             return end.code or 0
     return 0
+
+
+def run_until(script: str, step: int, *flags, after_an_end: bool = False) -> int:
+    """``run``, with a SIGTERM from step ``step`` on; with ``after_an_end``, when a step has ended an episode."""
+    episodes = 0
+
+    def checkpoint_due(self) -> bool:  # asked once a step, at its end
+        nonlocal episodes
+        if self.global_step >= step and (self.episodes > episodes or not after_an_end):
+            signal.raise_signal(signal.SIGTERM)
+        episodes = self.episodes
+        return False
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "checkpoint_due", checkpoint_due)
+        return run(script, *flags)
 
 
 def start_process(script: str, *flags, **kwargs) -> subprocess.Popen:
@@ -73,6 +95,26 @@ def wait_until(condition, process: subprocess.Popen, seconds: float = 120):
 
 def summary(run_dir: Path) -> dict:
     return json.loads((run_dir / "summary.json").read_text())
+
+
+def newest_checkpoint(run_dir: Path) -> tuple[int, dict | None]:
+    """``(global_step, state)``, or step 0 where there is none."""
+    facts = json.loads((run_dir / "args.json").read_text())
+    identity = {"script": facts["script"], "env_id": facts["args"]["env_id"]}
+    return load_last_checkpoint(run_dir / "checkpoints", identity) or (0, None)
+
+
+def course(run_dir: Path) -> list[dict]:
+    """The log points, less what depends on the machine's speed."""
+    return [
+        {key: value for key, value in row.items() if key not in ("charts/SPS", "charts/wall_seconds")}
+        for row in read_metrics(run_dir)
+    ]
+
+
+def leaves(state) -> list:
+    """All numbers and strings of a checkpoint, to compare."""
+    return [leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in tree_leaves(state)]
 
 
 def files_in(folder: Path) -> dict[Path, bytes | None]:

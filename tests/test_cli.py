@@ -11,7 +11,19 @@ import warnings
 
 import pytest
 import torch
-from scripts import FAST_SCRIPTS, REFERENCES, SCRIPTS, TINY, files_in, run, start_process, summary
+from scripts import (
+    FAST_SCRIPTS,
+    KINDS,
+    ON_POLICY,
+    SCRIPTS,
+    files_in,
+    run,
+    start_process,
+    summary,
+    tiny,
+    tiny_env,
+    tiny_optimizer_steps,
+)
 
 COMMON_FLAGS = {
     *("--env-id", "--total-timesteps", "--seed", "--num-envs", "--device", "--amp", "--track", "--run-name"),
@@ -49,81 +61,131 @@ def refused(script, tmp_path, capsys):
     return refused
 
 
-SIZES = ["num_envs", "num_steps", "num_minibatches", "update_epochs", "total_timesteps", "checkpoint_every"]
 BAD_FLAGS = [
-    *[[f"--{name.replace('_', '-')}", value] for name in [*SIZES, "num_threads"] for value in ("0", "-1")],
+    *[[flag, "0"] for flag in ("--num-envs", "--total-timesteps", "--checkpoint-every", "--num-threads")],
     *[["--gamma", value] for value in ("1.5", "-0.1", "nan")],
+    ["--seed", "-1"],
+    ["--env-id", "HalfCheeta-v5"],
+]
+# What support/ refuses, whatever the script.
+BAD_FLAGS_OF_ALL = [
+    *[["--seed", value] for value in (str(2**32), "9" * 400)],
+    *[["--device", value] for value in ("nonsense", "cuda:x", "meta", "")],
+    *[["--run-name", value] for value in ("", ".", "..", "../out", "a/b", "/abs")],
+    ["--env-id", "no such\nthing"],
+    ["--env-id", "HalfCheetah-v99"],
+    ["--env-id", "HalfCheetah-v3"],
+]
+BAD_FLAGS_ON_POLICY = [
+    *[[flag, value] for flag in ("--num-steps", "--num-minibatches", "--update-epochs") for value in ("0", "-1")],
     *[["--gae-lambda", value] for value in ("2.0", "-1.0", "inf")],
     *[["--learning-rate", value] for value in ("0.0", "-1.0", "nan", "inf")],
     *[[flag, value] for flag in ("--clip-coef", "--vf-coef", "--ent-coef", "--target-kl") for value in ("-1.0", "nan")],
     *[["--max-grad-norm", value] for value in ("0.0", "nan")],
-    *[["--seed", value] for value in ("-1", str(2**32), "9" * 400)],
     ["--num-minibatches", "3"],  # does not divide
     ["--num-minibatches", "64"],  # minibatches of one
     ["--total-timesteps", "63"],  # less than a rollout
-    *[["--device", value] for value in ("nonsense", "cuda:x", "meta", "")],
-    *[["--run-name", value] for value in ("", ".", "..", "../out", "a/b", "/abs")],
-    ["--env-id", "no such\nthing"],
-    ["--env-id", "HalfCheeta-v5"],
-    ["--env-id", "HalfCheetah-v99"],
-    ["--env-id", "HalfCheetah-v3"],
     ["--env-id", "CartPole-v1"],
 ]
+BAD_FLAGS_OFF_POLICY = [
+    *[[flag, value] for flag in ("--buffer-size", "--batch-size", "--log-every") for value in ("0", "-1")],
+    *[["--updates-per-step", value] for value in ("0.0", "-1.0", "nan", "inf")],
+    *[["--tau", value] for value in ("1.5", "-0.1", "nan")],
+    ["--learning-starts", "-1"],
+    ["--learning-starts", "1000000"],  # as many as the run has
+    ["--total-timesteps", "3", "--num-envs", "4"],  # less than a step
+    ["--buffer-size", "3", "--num-envs", "4"],
+    ["--buffer-size", str(10**12)],
+]
+RATES = [[flag, value] for flag in ("--policy-lr", "--q-lr") for value in ("0.0", "nan")]
+CONTINUOUS = [["--env-id", "CartPole-v1"], ["--policy-frequency", "0"]]
+BAD_FLAGS_OF = {
+    "sac": [*CONTINUOUS, *RATES, ["--target-network-frequency", "0"], ["--alpha", "-1.0"]],
+    "td3": [
+        *CONTINUOUS,
+        *[[flag, "-1.0"] for flag in ("--policy-noise", "--noise-clip", "--exploration-noise")],
+        *[["--learning-rate", value] for value in ("0.0", "nan")],
+    ],
+    "dqn": [
+        ["--env-id", "HalfCheetah-v5"],
+        *[[flag, value] for flag in ("--start-e", "--end-e") for value in ("1.5", "nan")],
+        *[[flag, "0.0"] for flag in ("--learning-rate", "--exploration-fraction")],
+        ["--target-network-frequency", "0"],
+    ],
+}
 
 
-@pytest.mark.parametrize("flags", BAD_FLAGS, ids=lambda flags: " ".join(flags)[:40])
-def test_bad_values(refused, flags, tmp_path):
+def bad_flags(script):
+    flags = [*BAD_FLAGS, *(BAD_FLAGS_OF_ALL if script in KINDS else [])]
+    if script in ON_POLICY:
+        return flags + BAD_FLAGS_ON_POLICY
+    return flags + BAD_FLAGS_OFF_POLICY + BAD_FLAGS_OF[script[:3]]
+
+
+ALL_BAD_FLAGS = [(script, flags) for script in SCRIPTS for flags in bad_flags(script)]
+
+
+@pytest.mark.parametrize("script, flags", ALL_BAD_FLAGS, ids=lambda x: x if isinstance(x, str) else " ".join(x)[:40])
+def test_bad_values(refused, script, flags, tmp_path):
     value = " ".join(flags[1].split())
     refused([*tiny(script), "--runs-dir", tmp_path / "runs", *flags], f"{flags[0]} {value}: ")
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+@pytest.mark.parametrize("script", KINDS)
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
-def test_no_cuda_device(refused, tmp_path, device):
-    refused([*tiny(script), "--runs-dir", tmp_path / "runs", "--device", device], f"--device {device}: ", "no CUDA device")
+def test_no_cuda_device(refused, script, tmp_path, device):
+    flags = [*tiny(script), "--runs-dir", tmp_path / "runs", "--device", device]
+    refused(flags, f"--device {device}: ", "no CUDA device")
 
 
 @pytest.mark.cuda
-def test_no_such_cuda_device(refused, tmp_path):
-    refused([*tiny(script), "--runs-dir", tmp_path / "runs", "--device", "cuda:99"], "--device cuda:99: ", "CUDA device(s)")
+@pytest.mark.parametrize("script", KINDS)
+def test_no_such_cuda_device(refused, script, tmp_path):
+    flags = [*tiny(script), "--runs-dir", tmp_path / "runs", "--device", "cuda:99"]
+    refused(flags, "--device cuda:99: ", "CUDA device(s)")
 
 
 @pytest.mark.parametrize("script", FAST_SCRIPTS)
 @pytest.mark.parametrize("modes", [["--cudagraphs"], ["--compile", "--cudagraphs"]])
-def test_cudagraphs_on_a_cpu(refused, tmp_path, modes):
+def test_cudagraphs_on_a_cpu(refused, script, tmp_path, modes):
     message = "--cudagraphs needs a CUDA device; this run is on cpu\n"
     refused([*tiny(script), "--runs-dir", tmp_path / "runs", *modes], message)
 
 
 @pytest.mark.parametrize("script", FAST_SCRIPTS)
-def test_compile_without_a_compiler(refused, tmp_path, monkeypatch):
+def test_compile_without_a_compiler(refused, script, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     refused([*tiny(script), "--runs-dir", tmp_path / "runs", "--compile"], "--compile ", "C++ compiler", "g++")
 
 
 @pytest.mark.parametrize("script", FAST_SCRIPTS)
-@pytest.mark.parametrize("env_id", ["HalfCheeta-v5", "CartPole-v1", "CheetahRun-v1"])
-def test_bad_environments_of_envpool(refused, tmp_path, env_id):
+@pytest.mark.parametrize("env_id", ["HalfCheeta-v5", "wrong actions", "CheetahRun-v1"])
+def test_bad_environments_of_envpool(refused, script, tmp_path, env_id):
+    if env_id == "wrong actions":
+        env_id = "HalfCheetah-v5" if script.startswith("dqn") else "CartPole-v1"
     flags = [*tiny(script), "--runs-dir", tmp_path / "runs", "--env-backend", "envpool", "--env-id", env_id]
     refused(flags, f"--env-id {env_id}: ")
 
 
 # root may write where permissions forbid it, but not below a file.
+@pytest.mark.parametrize("script", KINDS)
 @pytest.mark.parametrize("runs_dir", ["file", "file/runs", "file/deep/runs", "link/runs"])
-def test_unwritable_runs_dir(refused, tmp_path, runs_dir):
+def test_unwritable_runs_dir(refused, script, tmp_path, runs_dir):
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to("link")
     refused([*tiny(script), "--runs-dir", tmp_path / runs_dir], f"--runs-dir {tmp_path / runs_dir}: cannot be written")
 
 
-def test_an_existing_run_is_not_overwritten(refused, finished_run, tmp_path):
+def test_an_existing_run_is_not_overwritten(refused, script, finished_run, tmp_path):
     shutil.copytree(finished_run, tmp_path / "run")
     flags = [*tiny(script), "--runs-dir", tmp_path, "--run-name", "run"]
     refused(flags, "--run-name run: ", f"--resume {tmp_path / 'run'}")
 
 
+@pytest.mark.parametrize("script", KINDS)
 def test_resume_of_what_is_no_run(refused, tmp_path):
     refused(["--resume", tmp_path / "nothing"], f"--resume {tmp_path / 'nothing'}: not a run directory")
     refused([f"--resume={tmp_path / 'nothing'}"], f"--resume {tmp_path / 'nothing'}: not a run directory")
@@ -151,7 +213,7 @@ def test_resume_of_another_scripts_run(refused, finished_run, script, tmp_path):
     refused(["--resume", tmp_path / "run"], f"--resume {tmp_path / 'run'}: ", "run of other", f"script is {script}")
 
 
-CHANGES = [["--gamma", "0.5"], ["--seed", "2"], ["--env-id", "Ant-v5"], ["--num-envs", "2"], ["--no-anneal-lr"]]
+CHANGES = [["--gamma", "0.5"], ["--seed", "2"], ["--env-id", "Ant-v5"], ["--num-envs", "2"], ["--save-model"]]
 
 
 @pytest.mark.parametrize("flags", [*CHANGES, ["--run-name", "other"], ["--runs-dir", "other"]], ids=" ".join)
@@ -161,16 +223,18 @@ def test_resume_with_what_may_not_change(refused, finished_run, tmp_path, flags)
     refused(["--resume", tmp_path / "run", *flags], f"{name} ", "cannot change on --resume")
 
 
-def test_resume_with_less_than_a_rollout(refused, finished_run, tmp_path):
+def test_resume_with_too_little_to_learn(refused, finished_run, script, tmp_path):
     shutil.copytree(finished_run, tmp_path / "run")
-    refused(["--resume", tmp_path / "run", "--total-timesteps", "32"], "--total-timesteps 32: ")
+    reason = "--total-timesteps 32: " if script in ON_POLICY else "--learning-starts 48: "
+    refused(["--resume", tmp_path / "run", "--total-timesteps", "32"], reason)
 
 
 def test_a_process_refuses_in_one_line(tmp_path):
     """What the tests above see within this process is what a shell sees."""
     for script, flags in [
-        (REFERENCES[0], ["--env-id", "HalfCheetah-v3"]),
-        (SCRIPTS[-1], ["--gamma", "1.5", "--env-id", "HalfCheetah"]),
+        ("ppo_continuous_action", ["--env-id", "HalfCheetah-v3"]),
+        ("ppo_continuous_action_torchcompile", ["--gamma", "1.5", "--env-id", "HalfCheetah"]),
+        ("sac_continuous_action", ["--buffer-size", str(10**12)]),
     ]:
         process = start_process(
             script, *flags, "--runs-dir", tmp_path / "runs", stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -186,7 +250,7 @@ def test_args_json(finished_run, script):
     module = importlib.import_module(f"leanrl.{script}")
     fields = {field.name for field in dataclasses.fields(module.Args)}
     assert set(facts["args"]) == fields
-    assert facts["args"]["num_steps"] == 64 and facts["args"]["gamma"] == 0.99
+    assert facts["args"]["env_id"] == tiny_env(script) and facts["args"]["gamma"] == 0.99
     assert facts["script"] == script
     assert facts["cpu_cores"] == len(os.sched_getaffinity(0))
     assert facts["device_name"]
@@ -200,7 +264,8 @@ def test_args_json(finished_run, script):
 
 def test_no_git_is_no_error(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert run(REFERENCES[0], *tiny(script), "--total-timesteps=64", "--runs-dir", tmp_path, "--run-name=run") == 0
+    script = KINDS[0]
+    assert run(script, *tiny(script), "--total-timesteps=64", "--runs-dir", tmp_path, "--run-name=run") == 0
     assert json.loads((tmp_path / "run" / "args.json").read_text())["git_commit"] is None
 
 
@@ -213,16 +278,18 @@ SUMMARY_KEYS = [
 def test_summary_json(finished_run, script):
     result = summary(finished_run)
     assert list(result) == SUMMARY_KEYS
-    expected = {"script": script, "env_id": "Hopper-v5", "seed": 1, "device": "cpu", "num_envs": 1}
+    expected = {"script": script, "env_id": tiny_env(script), "seed": 1, "device": "cpu", "num_envs": 1}
     expected |= {"compile": False, "cudagraphs": False, "interrupted": False}
-    expected |= {"global_step": 1920, "optimizer_steps": 30 * 1 * 4}  # iterations, epochs, minibatches
+    expected |= {"global_step": 1920, "optimizer_steps": tiny_optimizer_steps(script, 1920)}
     assert {key: result[key] for key in expected} == expected
     assert 10 < result["episodes"] < 500 and 1 < result["episodic_return"] < 500
     assert 0 <= result["warmup_seconds"] < result["wall_seconds"]
-    assert result["global_step"] / result["wall_seconds"] <= result["sps"]
+    # The steps before the first update, 56 at most, are warm-up.
+    assert (result["global_step"] - 56) / result["wall_seconds"] <= result["sps"]
     assert not list(finished_run.rglob("*.tmp"))
 
 
+@pytest.mark.parametrize("script", ON_POLICY)
 def test_several_environments_and_epochs(script, tmp_path):
     flags = ["--num-envs=3", "--update-epochs=2", "--total-timesteps=999", "--no-norm-adv"]
     assert run(script, *tiny(script), *flags, "--runs-dir", tmp_path, "--run-name=run") == 0
@@ -234,4 +301,4 @@ def test_several_environments_and_epochs(script, tmp_path):
 def test_default_run_name(script, tmp_path):
     assert run(script, *tiny(script), "--total-timesteps=64", "--runs-dir", tmp_path / "deep" / "runs") == 0
     (run_dir,) = (tmp_path / "deep" / "runs").iterdir()
-    assert re.fullmatch(rf"Hopper-v5__{script}__1__\d+", run_dir.name)
+    assert re.fullmatch(rf"{tiny_env(script)}__{script}__1__\d+", run_dir.name)

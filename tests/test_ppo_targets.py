@@ -4,12 +4,12 @@ import importlib
 
 import pytest
 import torch
-from scripts import SCRIPTS, TINY, run, summary
+from scripts import ON_POLICY, run, summary, tiny
 
 from leanrl.ppo_continuous_action import Agent, Args, ppo_loss
 
 
-@pytest.fixture(params=SCRIPTS)
+@pytest.fixture(params=ON_POLICY)
 def compute_gae(request):
     return importlib.import_module(f"leanrl.{request.param}").compute_gae
 
@@ -151,6 +151,7 @@ def test_rows_of_weight_0_change_nothing(agent):
     torch.testing.assert_close(loss_and_gradient(agent, rest, args), (loss, parts, gradient), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("script", ON_POLICY)
 @pytest.mark.parametrize("target_kl, epochs", [(1e-4, 1), (1e4, 3)])
 def test_target_kl_stops_the_epochs(script, tmp_path, target_kl, epochs):
     flags = [*tiny(script), "--update-epochs=3", "--learning-rate=0.03", "--no-anneal-lr", "--total-timesteps=256"]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from scripts import SCRIPTS, TINY, run
+from scripts import KINDS, run, tiny, tiny_env
 
 from leanrl.ppo_continuous_action import Agent
 from leanrl.support import evaluation
@@ -22,11 +22,12 @@ from leanrl.tools import evaluate
 from leanrl.tools.common import run_tool
 
 
-@pytest.fixture(scope="session", params=[script for script in SCRIPTS if script.startswith("ppo_continuous")])
-def trained(request, tmp_path_factory):
-    """A tiny training run on Hopper, whose episodes are short, with its model."""
+@pytest.fixture(scope="session")
+def trained(script, tmp_path_factory):
+    """A tiny training run on Hopper or CartPole, whose episodes are short, with its model."""
     folder = tmp_path_factory.mktemp("trained")
-    assert run(request.param, *tiny(script), "--total-timesteps=512", "--save-model", "--runs-dir", folder, "--run-name=a") == 0
+    flags = ["--total-timesteps=512", "--save-model", "--runs-dir", folder, "--run-name=a"]
+    assert run(script, *tiny(script), *flags) == 0
     return folder / "a"
 
 
@@ -64,18 +65,39 @@ def returns_of(run_dir: Path) -> list[float]:
     return json.loads((run_dir / "evaluation.json").read_text())["returns"]
 
 
-def play_by_hand(run_dir: Path, env_id: str, seed: int, episodes: int) -> tuple[list[float], list[int]]:
-    """Returns and lengths of the saved policy's mean actions in plain Gymnasium, no code of ours in the loop."""
-    model = torch.load(run_dir / "model.pt", weights_only=True)["model"]
-    weights, rms = model["agent"], model["obs_rms"]
+def policy_by_hand(model: dict, space: gym.Space):
+    """The saved policy's best or mean action for an observation, none of our networks in the way."""
 
-    def act(obs: np.ndarray) -> np.ndarray:
+    def layers(x: torch.Tensor, names: list[str], activation) -> torch.Tensor:
+        for name in names:
+            x = F.linear(x, weights[f"{name}.weight"], weights[f"{name}.bias"])
+            x = x if name == names[-1] else activation(x)
+        return x
+
+    def ppo(obs: np.ndarray) -> np.ndarray:
+        rms = model["obs_rms"]
         x = ((torch.as_tensor(obs) - rms["mean"]) / (rms["var"] + 1e-8).sqrt()).clamp(-10, 10).float()
-        for layer in ("actor_mean.0", "actor_mean.2", "actor_mean.4"):
-            x = F.linear(x if layer.endswith("0") else x.tanh(), weights[f"{layer}.weight"], weights[f"{layer}.bias"])
-        return np.clip(x.numpy(), env.action_space.low, env.action_space.high)
+        return np.clip(layers(x, [f"actor_mean.{i}" for i in (0, 2, 4)], torch.tanh).numpy(), space.low, space.high)
 
+    def actor(obs: np.ndarray) -> np.ndarray:
+        head = next(name for name in ("fc_mu", "fc_mean", "fc_heads") if f"{name}.weight" in weights)
+        # The fast SAC's head gives means, then deviations.
+        x = layers(torch.as_tensor(obs).float(), ["fc1", "fc2", head], torch.relu)[: len(space.low)].tanh().numpy()
+        return (space.high - space.low) / 2 * x + (space.high + space.low) / 2
+
+    def q_network(obs: np.ndarray) -> int:
+        return layers(torch.as_tensor(obs).float(), ["0", "2", "4"], torch.relu).argmax().item()
+
+    policies = {"agent": ppo, "actor": actor, "q_network": q_network}
+    (part,) = set(policies) & set(model)
+    weights = model[part]
+    return policies[part]
+
+
+def play_by_hand(run_dir: Path, env_id: str, seed: int, episodes: int) -> tuple[list[float], list[int]]:
+    """Returns and lengths of the saved policy in plain Gymnasium, no code of ours in the loop."""
     env = gym.make(env_id)
+    act = policy_by_hand(torch.load(run_dir / "model.pt", weights_only=True)["model"], env.action_space)
     env_seed = int(np.random.SeedSequence([seed, 1_000_000]).generate_state(1)[0] >> 1)
     returns, lengths = [], []
     for episode in range(episodes):
@@ -93,27 +115,26 @@ def play_by_hand(run_dir: Path, env_id: str, seed: int, episodes: int) -> tuple[
 # ------------------------------------------------------------------------------------------------------------ RETURNS
 
 
-def test_the_same_seed_gives_the_same_returns(run_dir, monkeypatch, capsys):
+def test_the_same_seed_gives_the_same_returns(script, run_dir, monkeypatch, capsys):
     results = []
     for seed in (0, 0, 1):
-        assert evaluate_cli(monkeypatch, run_dir, "--episodes", 3, "--seed", seed) == 0
+        assert evaluate_cli(monkeypatch, run_dir, "--episodes", 5, "--seed", seed) == 0
         results.append(returns_of(run_dir))
     first, again, other = results
     assert first == again != other
-    assert len(first) == 3 == len(set(first))
+    assert len(first) == 5 and len(set(first)) > 1
 
     content = json.loads((run_dir / "evaluation.json").read_text())
-    trained_by = json.loads((run_dir / "args.json").read_text())["script"]
     assert {**content, "returns": other} == content
-    assert (content["script"], content["env_id"]) == (trained_by, "Hopper-v5")
-    assert (content["seed"], content["episodes"], content["video"]) == (1, 3, None)
+    assert (content["script"], content["env_id"]) == (script, tiny_env(script))
+    assert (content["seed"], content["episodes"], content["video"]) == (1, 5, None)
     printed = capsys.readouterr().out
     assert f"{np.mean(first):,.1f} ± {np.std(first, ddof=1):,.1f}" in printed
     assert f"{min(first):,.1f}" in printed and f"{max(first):,.1f}" in printed
 
 
-def test_returns_are_those_of_a_rollout_by_hand(trained):
-    expected, lengths = play_by_hand(trained, "Hopper-v5", seed=4, episodes=4)
+def test_returns_are_those_of_a_rollout_by_hand(script, trained):
+    expected, lengths = play_by_hand(trained, tiny_env(script), seed=4, episodes=4)
     assert min(lengths) > 1
     np.testing.assert_allclose(evaluation.play(trained, 4, seed=4), expected, rtol=1e-6)
 
@@ -125,6 +146,7 @@ def test_an_episode_ends_at_its_time_limit(tmp_path):
     np.testing.assert_allclose(evaluation.play(run_dir, 3), expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("script", KINDS[:1], indirect=True)
 def test_many_runs_one_without_a_model(run_dir, tmp_path, monkeypatch, capsys):
     shutil.copytree(run_dir, tmp_path / "bare", ignore=shutil.ignore_patterns("model.pt"))
     reacher = untrained(tmp_path / "reacher", "Reacher-v5")

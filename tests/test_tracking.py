@@ -1,5 +1,6 @@
 """Where metrics go: metrics.jsonl, TensorBoard, W&B."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -7,7 +8,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from scripts import FAST_SCRIPTS, REFERENCES, SCRIPTS, TINY, start_process, summary
+from scripts import KINDS, SCRIPTS, start_process, summary, tiny
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from leanrl.support.tracking import Tracker, cut_metrics, read_metrics
@@ -21,13 +22,18 @@ def tensorboard_scalars(run_dir):
     return {key: {event.step: event.value for event in events.Scalars(key)} for key in events.Tags()["scalars"]}
 
 
-def test_metrics_of_a_run(finished_run):
+def test_metrics_of_a_run(script, finished_run):
     lines = (finished_run / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     assert [row["global_step"] for row in rows] == list(range(64, 1921, 64))
-    losses = {"policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "explained_variance"}
-    for row in rows:
-        assert {f"losses/{name}" for name in losses} | {"charts/SPS", "charts/learning_rate"} <= set(row)
+    keys = {f"losses/{name}" for name in importlib.import_module(f"leanrl.{script}").LOSS_NAMES} | {"charts/SPS"}
+    keys |= {"ppo": {"charts/learning_rate", "losses/explained_variance"}, "dqn": {"charts/epsilon"}}.get(
+        script[:3], set()
+    )
+    assert all(keys <= set(row) for row in rows)
+    # The keys that CleanRL's plots look for.
+    expected = {"ppo": "losses/value_loss", "dqn": "losses/td_loss"}.get(script[:3], "losses/qf1_loss")
+    assert expected in keys
     with_episodes = [row for row in rows if "charts/episodic_return" in row]
     assert with_episodes and all(row["charts/episodic_length"] > 0 for row in with_episodes)
     assert with_episodes[-1]["charts/episodes"] == summary(finished_run)["episodes"]
@@ -91,9 +97,9 @@ def test_cutting_nothing_yet(tmp_path):
 def test_wandb_is_imported_only_to_track(tmp_path):
     code = f"""
 import sys
-from scripts import run
+from scripts import run, tiny
 for script in {SCRIPTS}:
-    assert run(script, *{TINY}, "--total-timesteps=64", "--runs-dir={tmp_path}", "--run-name", script) == 0
+    assert run(script, *tiny(script), "--total-timesteps=64", "--runs-dir={tmp_path}", "--run-name", script) == 0
 assert "torch.utils.tensorboard" in sys.modules
 assert "wandb" not in sys.modules, "wandb was imported"
 """
@@ -106,8 +112,8 @@ def test_track_works_without_a_key_and_offline(tmp_path):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
     # No key in the home directory, and no way out.
     environment |= {"HOME": str(tmp_path), "HTTPS_PROXY": "http://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9"}
+    script = KINDS[0]
     flags = [*tiny(script), "--total-timesteps=256", f"--runs-dir={tmp_path}", "--run-name=run", "--track"]
-    script = (FAST_SCRIPTS or REFERENCES)[0]
     process = start_process(script, *flags, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err

@@ -41,7 +41,9 @@ class Replay:
         self.capacity = capacity
         self._widths = [obs_dim, obs_dim, action_dim, 1, 1]
         width = sum(self._widths)
-        require_memory((capacity + 1) * width * torch.float32.itemsize, device)
+        num_bytes, free = (capacity + 1) * width * torch.float32.itemsize, free_memory(device)
+        if num_bytes > free:
+            raise bad("buffer_size", capacity, f"takes {num_bytes:,} bytes, and {free:,} are free on {device}")
         # The row behind the ring takes what is written and is no experience.
         self.rows = torch.zeros(capacity + 1, width, device=device)
         # Shape [1]: TorchInductor takes a 0-d int64 CPU tensor for a Python number and loses what is written to it.
@@ -89,7 +91,7 @@ class Replay:
 
     def state_dict(self) -> dict:
         """The part that is filled, and the cursor."""
-        return {"rows": self.rows[: self.size.item()].cpu().clone(), "cursor": self.cursor.cpu()}
+        return {"rows": self.rows[: self.size.item()].cpu().clone(), "cursor": self.cursor.cpu().clone()}
 
     def load_state_dict(self, state: dict) -> None:
         """Restores what ``state_dict`` returned, from a ring of the same capacity."""
@@ -99,9 +101,6 @@ class Replay:
         self.cursor.copy_(state["cursor"])
 
 
-def require_memory(num_bytes: int, device: torch.device) -> None:
-    """UsageError unless ``num_bytes`` are free on ``device``."""
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    if num_bytes > free:
-        remedy = f"needs {num_bytes:,} bytes and {free:,} are free on {device}; take a smaller one"
-        raise bad("buffer_size", "of the replay", remedy)
+def free_memory(device: torch.device) -> int:
+    """Bytes that can be allocated on ``device``."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available

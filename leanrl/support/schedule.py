@@ -28,7 +28,9 @@ class UpdateSchedule:
             policy_frequency: every so many updates train the actor.
         """
         mean = self.num_envs * self.updates_per_step
-        counts = {math.floor(mean + 1e-9), math.ceil(mean - 1e-9)}
+        # The step that reaches ``starts`` owes nothing, or a part where it goes beyond.
+        first = max(1, math.ceil(self.starts / self.num_envs)) * self.num_envs
+        counts = {0, self.due(first), math.floor(mean + 1e-9), math.ceil(mean - 1e-9)}
         flags = [n % policy_frequency == 0 for n in range(1, 2 * policy_frequency + max(counts))]
         return {tuple(flags[start : start + n]) for n in counts for start in range(policy_frequency)}
 

@@ -1,0 +1,209 @@
+"""What the off-policy scripts promise: exact resumption, a replay of what happened, updates as the schedule says."""
+
+import shutil
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.envs.classic_control import CartPoleEnv
+from gymnasium.envs.mujoco.hopper_v5 import HopperEnv
+from scripts import (
+    FAST_SCRIPTS,
+    OFF_POLICY,
+    course,
+    leaves,
+    newest_checkpoint,
+    run,
+    run_until,
+    start_process,
+    summary,
+    tiny,
+)
+
+from leanrl.support.checkpoints import list_checkpoints
+from leanrl.support.envs import SerialVectorEnv
+
+FAST = [script for script in OFF_POLICY if script in FAST_SCRIPTS]
+
+
+def assert_same_run(run_dir, uninterrupted):
+    """Bit for bit the same parameters, replay, simulators, random generators and log points."""
+    (our_step, ours), (their_step, theirs) = newest_checkpoint(run_dir), newest_checkpoint(uninterrupted)
+    assert our_step == their_step
+    assert ours["script"].keys() == theirs["script"].keys()
+    for part in ours["script"]:
+        assert leaves(ours["script"][part]) == leaves(theirs["script"][part]), part
+    assert leaves(ours["rng"]) == leaves(theirs["rng"])
+    for counters in (ours["run"], theirs["run"]):
+        del counters["wall_seconds"]
+    assert ours["run"] == theirs["run"]
+    assert course(run_dir) == course(uninterrupted)
+
+
+@pytest.mark.parametrize("script", OFF_POLICY)
+@pytest.mark.parametrize("num_envs", [1, 2])
+def test_resume_is_exact(script, num_envs, tmp_path):
+    """Interrupted before the first update, where an episode has just ended, and in the middle of one."""
+    # A log point each step or two: between two updates it shows the losses of the last one. The replay wraps around.
+    flags = [*tiny(script), "--total-timesteps=400", f"--num-envs={num_envs}", "--log-every=1", "--buffer-size=150"]
+    flags += [f"--runs-dir={tmp_path}", "--updates-per-step=0.3"]
+    assert run(script, *flags, "--run-name=straight") == 0
+    run_dir = tmp_path / "run"
+    assert run_until(script, 30, *flags, "--run-name=run") == 0
+    assert run_until(script, 200, "--resume", run_dir, after_an_end=True) == 0
+    assert 200 <= summary(run_dir)["global_step"] < 320 and any(
+        newest_checkpoint(run_dir)[1]["script"]["envs"]["simulators"]["done"]
+    )
+    assert run_until(script, 333, "--resume", run_dir) == 0
+    assert summary(run_dir)["interrupted"]
+    assert run(script, "--resume", run_dir) == 0
+    assert_same_run(run_dir, tmp_path / "straight")
+    assert summary(run_dir)["optimizer_steps"] == (400 - 48) * 3 // 10
+
+
+@pytest.mark.parametrize("script", [pytest.param(FAST[0], marks=pytest.mark.long), *FAST[1:]])
+def test_resume_of_a_compiled_run_is_exact(script, tmp_path):
+    """Compilation and its warm-up leave no trace."""
+    straight, run_dir = tmp_path / "straight", tmp_path / "run"
+    flags = ["--compile", "--total-timesteps=400", "--log-every=1", "--checkpoint-every=201"]
+    flags += [f"--runs-dir={tmp_path}", "--run-name=straight"]
+    # Processes of their own: compilation sets switches of the whole process.
+    assert start_process(script, *tiny(script), *flags).wait(timeout=300) == 0
+    shutil.copytree(straight, run_dir)
+    newest, before = list_checkpoints(run_dir / "checkpoints")
+    assert before.name == "step_000000000201.pt"
+    newest.unlink()
+    assert start_process(script, "--resume", run_dir).wait(timeout=300) == 0
+    assert_same_run(run_dir, straight)
+
+
+@pytest.mark.parametrize("script", OFF_POLICY)
+def test_resume_without_the_replay_fills_a_new_one_first(script, tmp_path):
+    flags = [*tiny(script), "--total-timesteps=400", "--no-checkpoint-replay", "--log-every=1"]
+    assert run_until(script, 200, *flags, f"--runs-dir={tmp_path}", "--run-name=run") == 0
+    run_dir = tmp_path / "run"
+    assert newest_checkpoint(run_dir)[1]["script"]["replay"] is None
+    assert run(script, "--resume", run_dir) == 0
+    result = summary(run_dir)
+    assert (result["global_step"], result["interrupted"]) == (400, False)
+    assert result["optimizer_steps"] == (200 - 48) // 8 + (400 - 200 - 48) // 8
+    losses = [[value for key, value in row.items() if key.startswith("losses/")] for row in course(run_dir)]
+    assert all(values == losses[199] for values in losses[199 : 200 + 48 + 7])
+    assert losses[200 + 48 + 7] != losses[199]
+
+
+@pytest.mark.parametrize("script", OFF_POLICY)
+@pytest.mark.parametrize("num_envs, updates_per_step", [(1, 1.0), (3, 0.5), (4, 2.0), (5, 0.1)])
+def test_updates_per_step_of_one_environment(script, tmp_path, num_envs, updates_per_step):
+    flags = [f"--num-envs={num_envs}", f"--updates-per-step={updates_per_step}", "--total-timesteps=251"]
+    assert run(script, *tiny(script), *flags, "--runs-dir", tmp_path, "--run-name=run") == 0
+    result = summary(tmp_path / "run")
+    steps = 251 // num_envs * num_envs  # whole steps of all environments only
+    assert (result["global_step"], result["num_envs"]) == (steps, num_envs)
+    expected = int((steps - 48) * updates_per_step)
+    assert expected == result["optimizer_steps"] >= 20
+    # And that many were taken, by Adam's own count.
+    state = newest_checkpoint(tmp_path / "run")[1]["script"]
+    if script.startswith("dqn"):
+        assert adam_steps(state["optimizer"]) == expected
+    else:
+        assert adam_steps(state["q_optimizer"]) == expected
+        # SAC's actor is trained twice every second time, TD3's once.
+        assert adam_steps(state["actor_optimizer"]) == expected // 2 * (2 if script.startswith("sac") else 1)
+
+
+def adam_steps(state: dict) -> int:
+    return int(state["state"][0]["step"])
+
+
+# ------------------------------------------------------------------------------------------------------------- REPLAY
+
+
+@pytest.fixture(scope="module")
+def short_env_ids():
+    """Environments of which some episodes end in a failure and some by their short time limit."""
+    ids = {"Hopper": "ShortHopper-v0", "CartPole": "ShortCartPole-v0"}
+    gym.register(ids["Hopper"], HopperEnv, max_episode_steps=18)
+    gym.register(ids["CartPole"], CartPoleEnv, max_episode_steps=18)
+    yield ids
+    for env_id in ids.values():
+        del gym.registry[env_id]
+
+
+@pytest.fixture
+def stream(monkeypatch):
+    """What went into the environments of a run and what came out, step by step."""
+    stream = []
+    reset, step = SerialVectorEnv.reset, SerialVectorEnv.step
+
+    def recorded_reset(self, **kwargs):
+        obs, infos = reset(self, **kwargs)
+        stream.append((obs.copy(),))
+        return obs, infos
+
+    def recorded_step(self, actions):
+        obs, *told = step(self, actions)
+        stream.append((obs.copy(), np.array(actions), *(x.copy() for x in told[:3])))
+        return obs, *told
+
+    monkeypatch.setattr(SerialVectorEnv, "reset", recorded_reset)
+    monkeypatch.setattr(SerialVectorEnv, "step", recorded_step)
+    return stream
+
+
+def replay_rows(run_dir) -> np.ndarray:
+    """The replay of the newest checkpoint: obs, next_obs, action, reward, termination in a row."""
+    return newest_checkpoint(run_dir)[1]["script"]["replay"]["rows"].numpy()
+
+
+@pytest.mark.parametrize("script", OFF_POLICY)
+def test_the_replay_holds_what_happened(script, short_env_ids, stream, tmp_path):
+    """All but the steps that only reset; where time ran out, the true last observation and no termination."""
+    num_envs = 3
+    env_id = short_env_ids["CartPole" if script.startswith("dqn") else "Hopper"]
+    flags = [f"--env-id={env_id}", f"--num-envs={num_envs}", "--total-timesteps=600"]
+    assert run(script, *tiny(script), *flags, "--runs-dir", tmp_path, "--run-name=run") == 0
+
+    ((last_obs,), *steps) = stream
+    over = np.zeros(num_envs, bool)
+    expected, counts = [], {"reset": 0, "termination": 0, "truncation": 0}
+    for obs, actions, rewards, terminations, truncations in steps:
+        for n in range(num_envs):
+            if over[n]:
+                counts["reset"] += 1
+            else:
+                expected.append(np.hstack([last_obs[n], obs[n], actions[n], rewards[n], float(terminations[n])]))
+                counts["termination"] += terminations[n]
+                counts["truncation"] += truncations[n] and not terminations[n]
+        last_obs, over = obs, terminations | truncations
+    assert min(counts.values()) > 3, counts
+    rows = replay_rows(tmp_path / "run")
+    assert len(rows) == 600 - counts["reset"]
+    np.testing.assert_array_equal(rows, np.float32(expected))
+    assert rows[:, -1].sum() == counts["termination"]
+
+
+@pytest.mark.parametrize("script", OFF_POLICY)
+def test_rows_follow_one_another(script, short_env_ids, tmp_path):
+    """With one environment, each row begins where the one before ended, but for the starts of episodes."""
+    env_id = short_env_ids["CartPole" if script.startswith("dqn") else "Hopper"]
+    flags = [f"--env-id={env_id}", "--total-timesteps=400"]
+    assert run(script, *tiny(script), *flags, "--runs-dir", tmp_path, "--run-name=run") == 0
+    rows = replay_rows(tmp_path / "run")
+    obs_dim = 4 if script.startswith("dqn") else 11
+    breaks = (rows[1:, :obs_dim] != rows[:-1, obs_dim : 2 * obs_dim]).any(1)
+    # Each episode but the last was followed by a step that only reset; the run may end before the last one's.
+    episodes = summary(tmp_path / "run")["episodes"]
+    assert episodes - 1 <= breaks.sum() <= episodes
+    assert 400 - episodes <= len(rows) <= 400 - episodes + 1
+    assert breaks[np.flatnonzero(rows[:-1, -1])].all()
+    assert breaks.sum() > rows[:-1, -1].sum() > 0
+
+
+@pytest.mark.parametrize("script", [script for script in OFF_POLICY if not script.startswith("dqn")])
+def test_actions_reach_bounds_other_than_one(script, stream, tmp_path):
+    flags = ["--env-id=InvertedPendulum-v5", "--total-timesteps=300"]
+    assert run(script, *tiny(script), *flags, "--runs-dir", tmp_path, "--run-name=run") == 0
+    actions = replay_rows(tmp_path / "run")[:, 2 * 4]
+    for part in (actions[:40], actions[-100:]):  # random ones, then the policy's
+        assert 1.0 < np.abs(part).max() <= 3.0
