@@ -6,14 +6,14 @@ import sys
 import pytest
 import torch
 
-from leanrl.tools import ablate
+from leanrl.tools import ablate, ablate_off_policy, ablate_ppo, ablate_sac, ablate_td3, ablation
 from leanrl.tools.common import run_tool
 
 
 @pytest.fixture
 def tool(monkeypatch, capsys):
     """Runs the tool with these flags: its exit code, what it printed, and its errors."""
-    monkeypatch.setattr(ablate, "SAMPLE_SECONDS", 1e-9)  # one burst a sample
+    monkeypatch.setattr(ablation, "SAMPLE_SECONDS", 1e-9)  # one burst a sample
     num_threads = torch.get_num_threads()
 
     def run(*flags):
@@ -38,7 +38,7 @@ def test_two_rows_give_a_table_and_raw_timings(tool, tmp_path):
     assert record["failures"] == {}
     gae, environment = record["rows"]
     assert (gae["row"], environment["row"]) == ("gae", "environment")
-    assert environment["difference"] == 0.0 and 0.0 < gae["difference"] < ablate.TOLERANCE
+    assert environment["difference"] == 0.0 and 0.0 < gae["difference"] < ablation.TOLERANCE
     for line in record["rows"]:
         assert len(line["seconds_per_sample"]) == 2
         samples = [turn["with"] for turn in line["seconds_per_sample"]]
@@ -50,10 +50,10 @@ def test_two_rows_give_a_table_and_raw_timings(tool, tmp_path):
 
 def test_sides_that_differ_are_not_timed(tool, tmp_path, monkeypatch):
     def unequal():
-        sides = (ablate.Side(lambda value=value: [torch.full((3,), value)]) for value in (1.0, 1.01))
-        yield ablate.pair("cheating", *sides)
+        sides = (ablation.Side(lambda value=value: [torch.full((3,), value)], steps=1) for value in (1.0, 1.01))
+        yield ablation.pair("cheating", *sides)
 
-    monkeypatch.setitem(ablate.ROWS, "unequal", unequal)
+    monkeypatch.setitem(ablate.PPO.rows, "unequal", unequal)
     code, _, errors = tool("--rows", "unequal", "gae", "--repeats", 1, "--out", tmp_path)
     assert code == 1
     assert [line for line in errors.splitlines() if "failed" in line] == [
@@ -64,10 +64,29 @@ def test_sides_that_differ_are_not_timed(tool, tmp_path, monkeypatch):
     assert list(record["failures"]) == ["unequal"]
 
 
+def test_groups_stand_for_their_rows():
+    everything = ablate.expand(ablate.Args().rows)
+    assert len(everything) == sum(len(group.rows) for group in ablate.GROUPS.values()), "a name is taken twice"
+    assert everything["gae"] == "ppo" and everything["startup"] == "startup" and everything["sac_heads"] == "sac"
+    assert list(ablate.expand(["dqn", "gae", "dqn_sums"])) == ["dqn_staging", "dqn_sums", "gae"]
+
+
+@pytest.mark.parametrize("rows", [ablate_td3, ablate_sac], ids=["td3", "sac"])
+def test_off_policy_rungs_compute_the_same(rows):
+    learners = rows.reference_learner(), rows.fast_learner()
+    sides = (ablate_off_policy.updating(learner, ablation.eager, num_threads=1) for learner in learners)
+    num_threads = torch.get_num_threads()
+    try:
+        line = ablate_off_policy.same_way("eager", *sides)
+    finally:
+        torch.set_num_threads(num_threads)
+    assert 0.0 < line.difference < ablate_off_policy.WAY_TOLERANCE
+
+
 def test_samples_leave_the_parameters_as_they_were():
-    side = ablate.updating(ablate.eager)
+    side = ablate_ppo.updating(ablation.eager)
     before = [tensor.clone() for tensor in side.touched]
-    moved, _ = ablate.outcome(side)
+    moved, _ = ablation.outcome(side)
     assert moved.abs().max() > 1e-3
     assert all(torch.equal(a, b) for a, b in zip(before, side.touched, strict=True))
 

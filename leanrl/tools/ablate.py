@@ -1,527 +1,42 @@
-"""What each trick of the fast PPO for continuous actions is worth: measured without and with it, in turn.
+"""What each trick of the fast rungs is worth: measured on the CPU without and with it, in turn.
 
-On the CPU, at the default hyperparameters, with HalfCheetah-v5's sizes. Before they are timed, the two sides of a pair
-must give the same numbers over a rollout (2,048 steps and the like) or an epoch of updates (32).
+Before they are timed, the two sides of a pair must compute the same, but for rounding or where the trick is to compute
+something else (in bfloat16, say). Groups of rows: ppo, startup (of PPO), td3, replay, sac, dqn.
 
     python -m leanrl.tools.ablate
+    python -m leanrl.tools.ablate --rows td3 sac --repeats 3
     python -m leanrl.tools.ablate --rows update gae --repeats 5
 """
 
-import math
-import os
-import statistics
-import subprocess
 import sys
-import tempfile
-import timeit
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import patch
 
-import gymnasium as gym
-import numpy as np
 import torch
 from tqdm import tqdm
 
-import leanrl.ppo_continuous_action as reference
-import leanrl.ppo_continuous_action_torchcompile as fast
-from leanrl.support.devices import resolve_device, update_threads
-from leanrl.support.envs import env_seeds, make_env, make_envs, near_names
-from leanrl.support.episodes import EpisodeStatistics
+from leanrl.support.devices import resolve_device
+from leanrl.support.envs import near_names
 from leanrl.support.errors import bad, require_at_least
-from leanrl.support.executables import CPU_OPTIONS, CompiledStep, compile_options, untouched
-from leanrl.support.normalization import RewardNormalizer, RunningMoments
-from leanrl.support.optim import FlatAdam
 from leanrl.support.run import write_json_atomically
+from leanrl.tools.ablate_dqn import DQN
+from leanrl.tools.ablate_ppo import PPO, STARTUP
+from leanrl.tools.ablate_sac import SAC
+from leanrl.tools.ablate_td3 import REPLAY, TD3
+from leanrl.tools.ablation import CPU, measure
 from leanrl.tools.common import benchmark_record, describe_machine, fresh_folder, markdown_table, run_tool
-from leanrl.tools.trials import REPOSITORY, require_distinct
+from leanrl.tools.trials import require_distinct
 
-CPU = torch.device("cpu")
-ENV_ID, OBS_DIM, ACTION_DIM = "HalfCheetah-v5", 17, 6
-NUM_STEPS = fast.Args.num_steps
-# Shorter things are repeated within a sample, so that the clock does not decide.
-SAMPLE_SECONDS = 0.1
-# How far two sides may be apart, relative to the length of the vector.
-TOLERANCE = 1e-4
-# Compiling takes long and varies little.
-MAX_STARTUP_REPEATS = 3
-
-
-# ---------------------------------------------------------------------------------------------------------- MEASURING
-
-
-@dataclass
-class Side:
-    """One way to do something many times over."""
-
-    burst: Callable[[], Sequence[torch.Tensor]]
-    """does it, and returns what the other side must give too"""
-    touched: Sequence[torch.Tensor] = ()
-    """put back after a sample"""
-    calls: int = 1
-    """of the thing, in a burst"""
-    steps: float = NUM_STEPS
-    """environment steps for which a run has one burst"""
-    num_threads: int = 1
-
-
-@dataclass
-class Pair:
-    """A line of the table: two functions that take a sample each, in seconds."""
-
-    trick: str
-    without: Callable[[], float]
-    with_: Callable[[], float]
-    calls: int = 1
-    steps: float | None = None
-    """None: it is paid once, when a run starts"""
-    difference: float | None = None
-    """relative, between what the two compute"""
-    facts: str = ""
-    """for a line below the table"""
-
-
-def outcome(side: Side) -> list[torch.Tensor]:
-    """What one burst computes. It is also the warm-up, compilation included."""
-    torch.set_num_threads(side.num_threads)
-    with torch.no_grad(), untouched(side.touched, CPU):
-        return [tensor.clone() for tensor in side.burst()]
-
-
-def sampler(side: Side) -> Callable[[], float]:
-    """The function that times a side: seconds a burst, the mean over as many as fill SAMPLE_SECONDS."""
-    number = 0
-
-    def sample() -> float:
-        nonlocal number
-        torch.set_num_threads(side.num_threads)
-        with torch.no_grad(), untouched(side.touched, CPU):
-            number = number or math.ceil(SAMPLE_SECONDS / timeit.timeit(side.burst, number=1))
-            return timeit.timeit(side.burst, number=number) / number
-
-    return sample
-
-
-def pair(trick: str, without: Side, with_: Side, facts: str = "") -> Pair:
-    """Two sides as a line of the table; ValueError where they do not compute the same."""
-    both = zip(outcome(with_), outcome(without), strict=True)
-    difference = max(((a - b).norm() / b.norm().clamp(min=1e-12)).item() for a, b in both)
-    if not difference < TOLERANCE:  # nan too
-        raise ValueError(f"{trick}: the two sides compute different things, relative distance {difference:.2g}")
-    return Pair(trick, sampler(without), sampler(with_), with_.calls, with_.steps, difference, facts)
-
-
-def measure(line: Pair, repeats: int, tell: Callable[[str], None]) -> dict:
-    """Samples both sides in turn, A B, B A, ...; gains are taken within a turn, since the machine's speed drifts."""
-    sides = [("without", line.without), ("with", line.with_)]
-    if line.steps is None:
-        repeats = min(repeats, MAX_STARTUP_REPEATS)
-    else:
-        for _, sample in sides:
-            sample()
-    turns = []
-    for i in range(repeats):
-        tell(f"{line.trick} {i + 1}/{repeats}")
-        turns.append({name: sample() for name, sample in (sides if i % 2 == 0 else sides[::-1])})
-    seconds = {name: statistics.median(turn[name] for turn in turns) / line.calls for name, _ in sides}
-    saved = statistics.median(turn["without"] - turn["with"] for turn in turns)
-    return {
-        "trick": line.trick,
-        **{f"seconds_{name}": value for name, value in seconds.items()},
-        "gain": statistics.median(turn["without"] / turn["with"] for turn in turns),
-        "seconds_saved_per_env_step": saved / line.steps if line.steps else None,
-        "difference": line.difference,
-        "facts": line.facts,
-        "calls_per_sample": line.calls,
-        "env_steps_per_sample": line.steps,
-        "seconds_per_sample": turns,
-    }
-
-
-# -------------------------------------------------------------------------------------------------------------- SIDES
-
-
-class Parts:
-    """What the fast rung's ``main`` makes before its loop, and a finished rollout; the same numbers every time."""
-
-    def __init__(self, num_envs: int = 1, as_sums: bool = True) -> None:
-        self.args = args = fast.Args(num_envs=num_envs)
-        self.batch_size = num_envs * NUM_STEPS
-        shape, minibatch_size = (NUM_STEPS, num_envs), self.batch_size // args.num_minibatches
-        self.num_threads = update_threads(None, minibatch_size)
-        with torch.no_grad(), torch.random.fork_rng([]):
-            torch.manual_seed(1)
-            self.agent = fast.Agent(OBS_DIM, ACTION_DIM)
-            self.optimizer = FlatAdam(self.agent, lr=args.learning_rate, eps=1e-5)
-            self.rollout = rollout = fast.Rollout.allocate(*shape, OBS_DIM, ACTION_DIM, CPU)
-            self.moments = RunningMoments.start((OBS_DIM,), CPU)
-            self.normalize_rewards = RewardNormalizer(num_envs, args.gamma, CPU)
-            high = np.ones(ACTION_DIM, np.float32)
-            policy = fast.make_policy(self.agent, self.moments, rollout, -high, high, as_sums and num_envs == 1)
-            self.observe, self.act, self.policy_step = policy
-            self.update = fast.make_update(self.agent, self.optimizer, rollout, args)
-            self.raw_obs = list(1 + 3 * torch.randn(*shape, OBS_DIM, dtype=torch.float64))
-            rollout.obs.normal_()
-            rollout.noise.normal_()
-            rollout.actions.copy_(self.agent.actor_mean(rollout.obs[:-1]) + rollout.noise)
-            terminations, truncations = (torch.rand(2, *shape) < 0.001).float()
-            dones = torch.maximum(terminations, truncations)
-            # What environments would have told: rewards, terminations, dones, resets.
-            self.told = torch.randn(shape), terminations, dones, torch.cat([torch.zeros(1, num_envs), dones[:-1]])
-            self.finish()
-            self.minibatches = torch.randperm(self.batch_size).split(minibatch_size)
-
-    def finish(self) -> None:
-        """The end of a rollout."""
-        fast.finish_rollout(self.agent, self.rollout, self.normalize_rewards, *self.told, self.args)
-
-
-Compiler = Callable[[Callable], Callable]
-
-
-def eager(fn: Callable) -> Callable:
-    return fn
-
-
-def as_policy(fn: Callable) -> Callable:
-    """Compiled as the fast rung compiles its policy step."""
-    return fast.make_executables(fn, fn, fast.Args(compile=True), CPU)[0]
-
-
-def as_update(fn: Callable) -> Callable:
-    """Compiled as the fast rung compiles its update."""
-    return fast.make_executables(fn, fn, fast.Args(compile=True), CPU)[1]
-
-
-def wrapped(fn: Callable) -> Callable:
-    return CompiledStep(fn, CPU, cpp_wrapper=True)
-
-
-def unwrapped(fn: Callable) -> Callable:
-    return CompiledStep(fn, CPU, cpp_wrapper=False)
-
-
-def plainly_compiled(cpp_wrapper: bool) -> Compiler:
-    return torch.compile(fullgraph=True, dynamic=False, options=compile_options(CPU, cpp_wrapper))
-
-
-def as_update_with_sleef(fn: Callable) -> Callable:
-    with patch.dict(CPU_OPTIONS, {"cpp.use_decompose_tanh": False}):
-        return as_update(fn)  # which reads the options now
-
-
-def updates(parts: Parts, step: Callable, get_params: Callable, touched: Sequence[torch.Tensor]) -> Side:
-    """An epoch of updates: ``step(mb_inds)`` for every minibatch."""
-    start = get_params().clone()
-
-    def burst():
-        for mb_inds in parts.minibatches:
-            losses = step(mb_inds)
-        return get_params() - start, losses
-
-    steps = parts.batch_size / parts.args.update_epochs
-    return Side(burst, touched, len(parts.minibatches), steps, parts.num_threads)
-
-
-def updating(compiler: Compiler = as_update, num_envs: int = 1, num_threads: int | None = None) -> Side:
-    """The fast rung's updates."""
-    parts = Parts(num_envs)
-    parts.num_threads = num_threads or parts.num_threads
-    optimizer = parts.optimizer
-    return updates(parts, compiler(parts.update), lambda: optimizer.params, optimizer.tensors())
-
-
-def reference_updating(compiler: Compiler = eager, fused: bool = False) -> Side:
-    """The reference's: ``.backward()`` and ``torch.optim.Adam``, rows gathered as in its loop."""
-    parts, agent = Parts(), reference.Agent(OBS_DIM, ACTION_DIM)
-    agent.load_state_dict(parts.agent.state_dict())
-    optimizer = torch.optim.Adam(agent.parameters(), lr=parts.args.learning_rate, eps=1e-5, fused=fused)
-    update = reference.make_update(agent, optimizer, parts.args)
-    batch = parts.rollout.minibatch(torch.arange(parts.batch_size))
-    params = list(agent.parameters())
-    step = compiler(lambda mb_inds: update(*[x[mb_inds] for x in batch]))
-    side = updates(parts, step, lambda: torch.nn.utils.parameters_to_vector(params).detach(), params)
-    side.burst = torch.enable_grad()(side.burst)
-    return side
-
-
-def acting(
-    compiler: Compiler = as_policy,
-    parts: Parts | None = None,
-    step: Callable | None = None,
-    start: Callable = lambda: None,
-    finish: Callable = lambda: None,
-) -> Side:
-    """The policy steps of one rollout, or ``step(raw_obs)`` in their place, between ``start()`` and ``finish()``."""
-    parts = parts or Parts()
-    rollout, rewards = parts.rollout, parts.normalize_rewards
-    step = compiler(step or parts.policy_step)
-    filled = [rollout.obs, rollout.values, rollout.logprobs, rollout.advantages, rollout.returns]
-
-    def burst():
-        rollout.step.zero_()
-        start()
-        for raw_obs in parts.raw_obs:
-            step(raw_obs)
-        finish()
-        # The deviation is still 1, so that this is the mean, whatever the noise.
-        return rollout.actions - rollout.noise, *filled
-
-    moments = [*parts.moments.tensors(), *rewards.moments.tensors(), rewards.discounted]
-    return Side(burst, [*filled, *moments, rollout.actions, rollout.noise, rollout.step], calls=NUM_STEPS)
-
-
-# --------------------------------------------------------------------------------------------------------------- ROWS
-
-ROWS: dict[str, Callable[[], Iterator[Pair]]] = {}
-"""What --rows names -> pairs, each to be measured before the next is asked for."""
-
-
-def row(build: Callable[[], Iterator[Pair]]) -> Callable[[], Iterator[Pair]]:
-    ROWS[build.__name__] = build
-    return build
-
-
-@row
-def update():
-    yield pair("update written out, eager", reference_updating(), updating(eager))
-    yield pair("update written out and compiled", reference_updating(), updating())
-
-
-@row
-def one_graph():
-    broken = reference_updating(lambda fn: torch.compile(fn, dynamic=False, options=compile_options(CPU)), fused=True)
-    yield pair("one graph, not .backward() and Adam(fused)", broken, updating())
-
-
-@row
-def direct_call():
-    yield pair("graph called directly: policy step", acting(plainly_compiled(cpp_wrapper=False)), acting(unwrapped))
-    yield pair("graph called directly: update", updating(plainly_compiled(cpp_wrapper=True)), updating(wrapped))
-
-
-@row
-def cpp_wrapper():
-    yield pair("no cpp_wrapper: policy step", acting(wrapped), acting(unwrapped))
-    yield pair("cpp_wrapper: update", updating(unwrapped), updating(wrapped))
-
-
-@row
-def startup():
-    changes = {f"{name} {value}": f"option={name!r}" for name, value in CPU_OPTIONS.items() if "tanh" not in name}
-    changes |= {
-        "no cpp_wrapper: policy step": "policy=ablate.wrapped",
-        "cpp_wrapper: update": "update=ablate.unwrapped",
-    }
-    for trick, change in changes.items():
-        yield Pair(f"{trick}, cold cache", lambda change=change: first_calls(change), first_calls)
-    with tempfile.TemporaryDirectory() as cache:
-        first_calls(cache=cache)
-        yield Pair("warm cache", first_calls, lambda: first_calls(cache=cache))
-
-
-def first_calls(change: str = "", cache: str | None = None) -> float:
-    """Seconds that the first policy step and update take in a new process, by default with an empty cache."""
-    code = f"from leanrl.tools import ablate; ablate.time_first_calls({change})"
-    with tempfile.TemporaryDirectory() as empty:
-        # In a process group of its own, Ctrl-C does not reach it: this process ends it.
-        how = {"cwd": REPOSITORY, "stdout": subprocess.PIPE, "process_group": 0}
-        env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache or empty}
-        return float(subprocess.run([sys.executable, "-c", code], check=True, env=env, **how).stdout)
-
-
-def time_first_calls(option: str | None = None, policy: Compiler = as_policy, update: Compiler = as_update) -> None:
-    """What ``first_calls`` runs; prints the seconds. ``option`` is left as PyTorch has it by default."""
-    CPU_OPTIONS.pop(option, None)
-    torch.set_num_threads(1)
-    parts = Parts()
-    parts.rollout.step.zero_()
-    policy_step, update = policy(parts.policy_step), update(parts.update)
-    with torch.no_grad():
-        print(timeit.timeit(lambda: (policy_step(parts.raw_obs[0]), update(parts.minibatches[0])), number=1))
-
-
-@row
-def tanh():
-    x = torch.linspace(-9, 9, 2**20)
-    exact = torch.tanh(x.double())
-    facts = []
-    for name, compiler in (("decomposed", as_update), ("SLEEF", as_update_with_sleef)):
-        error = (compiler(lambda x: torch.tanh(x))(x) - exact).abs()
-        facts.append(f"{name}: absolute {error.max():.1e}, relative {(error / exact.abs()).max():.1e}")
-    facts = f"Largest errors of float32 tanh over [-9, 9]: {'; '.join(facts)}."
-    yield pair("decomposed tanh: update", updating(as_update_with_sleef), updating(), facts)
-    sleef = updating(as_update_with_sleef, num_envs=64)
-    yield pair("decomposed tanh: update, 64 environments", sleef, updating(num_envs=64))
-
-
-@row
-def sums():
-    yield pair("policy as sums", acting(parts=Parts(as_sums=False)), acting())
-
-
-@row
-def deferred():
-    """The deferred side does all of the rollout's end in one batch; the other one what is left to do there."""
-    parts, late = Parts(), Parts()
-    rollout, agent, args = parts.rollout, parts.agent, parts.args
-
-    def step(raw_obs: torch.Tensor) -> torch.Tensor:
-        parts.observe(raw_obs)
-        obs, noise = (x.index_select(0, rollout.step).squeeze(0) for x in (rollout.obs, rollout.noise))
-        rollout.values.index_copy_(0, rollout.step, fast.mlp_as_sums(agent.critic, obs).squeeze(-1).unsqueeze(0))
-        rollout.logprobs.index_copy_(0, rollout.step, fast.gaussian_logprob(noise, agent.actor_logstd).unsqueeze(0))
-        return parts.act()
-
-    def finish() -> None:
-        rewards, terminations, dones, resets = parts.told
-        rollout.weights.copy_(1.0 - resets)
-        rewards = parts.normalize_rewards(rewards, terminations, rollout.weights)
-        values = torch.cat([rollout.values, agent.get_value(rollout.obs[-1:])])
-        rollout.advantages.copy_(fast.compute_gae(rewards, values, terminations, dones, args.gamma, args.gae_lambda))
-        rollout.returns.copy_(rollout.advantages + rollout.values)
-
-    by_step, at_once = acting(parts=parts, step=step, finish=finish), acting(parts=late, finish=late.finish)
-    yield pair("values and log-probabilities in one batch", by_step, at_once)
-
-
-def random_actions() -> list[np.ndarray]:
-    """For every step of a rollout, in which HalfCheetah passes a truncation (after 1,000 steps)."""
-    return list(np.random.default_rng(1).uniform(-1, 1, (NUM_STEPS, 1, ACTION_DIM)).astype(np.float32))
-
-
-@row
-def environment():
-    mode = gym.vector.AutoresetMode.NEXT_STEP
-    sync = gym.vector.SyncVectorEnv([lambda: make_env(ENV_ID)], autoreset_mode=mode)
-
-    def stepping(envs: gym.vector.VectorEnv) -> Side:
-        envs, actions = reference.wrap_envs(envs, fast.Args.gamma), random_actions()
-        envs.reset(seed=env_seeds(1, 1))
-
-        def burst():
-            told = [envs.step(action)[:4] for action in actions]
-            return [torch.from_numpy(np.stack(x)).double() for x in zip(*told, strict=True)]
-
-        return Side(burst, calls=NUM_STEPS)
-
-    yield pair("SerialVectorEnv, not SyncVectorEnv", stepping(sync), stepping(make_envs(ENV_ID, 1, 1)))
-
-
-@row
-def normalization():
-    """An environment and the compiled policy; the actions played are random ones, so that all sides see the same."""
-    actions = random_actions()
-
-    def with_wrappers() -> Side:
-        parts, envs, rewards = Parts(), make_envs(ENV_ID, 1, 1), np.zeros((NUM_STEPS, 1))
-        envs, rollout = reference.wrap_envs(envs, parts.args.gamma), parts.rollout
-        envs.reset()
-
-        def write_and_act(obs: torch.Tensor) -> torch.Tensor:
-            rollout.obs.index_copy_(0, rollout.step, obs.unsqueeze(0))
-            return parts.act()
-
-        step = as_policy(write_and_act)
-
-        def burst():
-            rollout.step.zero_()
-            for t, action in enumerate(actions):
-                obs, rewards[t], *_ = envs.step(action)
-                step(torch.as_tensor(obs, dtype=torch.float32))
-            return rollout.obs, rollout.actions, torch.from_numpy(rewards).float()
-
-        return Side(burst, calls=NUM_STEPS)
-
-    def inside() -> Side:
-        parts, envs, episodes = Parts(), make_envs(ENV_ID, 1, 1), EpisodeStatistics(1)
-        normalize_rewards = RewardNormalizer(1, parts.args.gamma, CPU)
-        rewards, (terminations, dones) = np.zeros((NUM_STEPS, 1)), np.zeros((2, NUM_STEPS, 1), bool)
-        parts.moments.update(torch.from_numpy(envs.reset()[0]))
-        rollout, policy_step = parts.rollout, as_policy(parts.policy_step)
-
-        def burst():
-            rollout.step.zero_()
-            for t, action in enumerate(actions):
-                obs, rewards[t], terminations[t], truncated, _ = envs.step(action)
-                dones[t] = terminations[t] | truncated
-                policy_step(torch.from_numpy(obs))
-            resets = np.concatenate([np.zeros_like(dones[:1]), dones[:-1]])
-            episodes.add(rewards, dones, resets)
-            told = (torch.from_numpy(x).float() for x in (rewards, terminations, ~resets))
-            return rollout.obs, rollout.actions, normalize_rewards(*told)
-
-        return Side(burst, calls=NUM_STEPS)
-
-    yield pair("normalisation in the compiled step, not in wrappers", with_wrappers(), inside())
-
-
-@row
-def gae():
-    parts = Parts()
-    rewards, terminations, dones, _ = parts.told
-    values = torch.cat([parts.rollout.values, torch.zeros(1, 1)])
-    told = rewards, values, terminations, dones, parts.args.gamma, parts.args.gae_lambda
-    loop, scan = (Side(lambda fn=module.compute_gae: [fn(*told)]) for module in (reference, fast))
-    yield pair("GAE by a scan", loop, scan)
-
-
-@row
-def threads():
-    cores = len(os.sched_getaffinity(0))
-    yield pair(f"1 thread, not {cores}: update", updating(num_threads=cores), updating(num_threads=1))
-    many = updating(num_envs=64, num_threads=cores)
-    yield pair(f"{cores} threads, not 1: update, 64 environments", updating(num_envs=64, num_threads=1), many)
-
-
-@row
-def acting_thread():
-    """EnvPool's threads and PyTorch's share the cores. Needs EnvPool."""
-    cores, num_envs = len(os.sched_getaffinity(0)), 64
-    actions = list(np.random.default_rng(1).uniform(-1, 1, (128, num_envs, ACTION_DIM)).astype(np.float32))
-
-    def playing(num_threads: int) -> Side:
-        parts, envs = Parts(num_envs), make_envs(ENV_ID, num_envs, 1, "envpool")
-        policy_step = as_policy(parts.policy_step)
-        envs.reset()
-
-        def burst():
-            parts.rollout.step.zero_()
-            for action in actions:
-                policy_step(torch.from_numpy(envs.step(action)[0]))
-            return (parts.rollout.obs,)
-
-        return Side(burst, calls=len(actions), steps=len(actions) * num_envs, num_threads=num_threads)
-
-    yield pair(f"64 environments: acting on 1 thread, not {cores}", playing(cores), playing(1))
-
-
-@row
-def noise():
-    by_step, at_once = Parts(), Parts()
-
-    def write_and_act(raw_obs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        by_step.rollout.noise.index_copy_(0, by_step.rollout.step, noise.unsqueeze(0))
-        return by_step.policy_step(raw_obs)
-
-    step = as_policy(write_and_act)
-    yield pair(
-        "noise drawn once a rollout",
-        acting(eager, by_step, step=lambda raw_obs: step(raw_obs, torch.randn(1, ACTION_DIM))),
-        acting(parts=at_once, start=at_once.rollout.noise.normal_),
-    )
-
-
-# --------------------------------------------------------------------------------------------------------------- MAIN
+GROUPS = {"ppo": PPO, "startup": STARTUP, "td3": TD3, "replay": REPLAY, "sac": SAC, "dqn": DQN}
 
 
 @dataclass
 class Args:
-    rows: tuple[str, ...] = tuple(ROWS)
-    """which to measure"""
+    rows: tuple[str, ...] = tuple(GROUPS)
+    """what to measure: whole groups, or single rows (any other word lists them)"""
     repeats: int = 11
     """samples of each side; the table has their medians"""
     runs_dir: str = "runs"
@@ -530,52 +45,67 @@ class Args:
     """folder for the results; by default RUNS_DIR/ablate/TIME"""
 
 
+def expand(names: Sequence[str]) -> dict[str, str]:
+    """The rows that are named, by themselves or by their groups, with the group of each; UsageError for any other."""
+    groups = {row: group for group in GROUPS for row in GROUPS[group].rows}
+    known = list(dict.fromkeys([*GROUPS, *groups]))
+    found = {}
+    for name in names:
+        if name not in known:
+            raise bad("rows", name, f"no such row{near_names(name, known) or '; there are ' + ', '.join(known)}")
+        found |= {row: groups[row] for row in (GROUPS[name].rows if name in GROUPS else [name])}
+    return found
+
+
 def render(lines: Sequence[dict]) -> str:
-    """Markdown: a table of what is paid all the time, one of what is paid once, and facts."""
-    running, once = [], []
-    for line in lines:
-        saved, gain = line["seconds_saved_per_env_step"], f"{line['gain']:.2f}x"
-        both = line["seconds_without"], line["seconds_with"]
-        if saved is None:
-            once.append((line["trick"], *(f"{seconds:.1f}" for seconds in both), gain))
-        else:
-            running.append((line["trick"], *(f"{1e6 * s:,.1f}" for s in both), gain, f"{1e6 * saved:,.1f}"))
-    tables = [
-        (("trick", "without (µs)", "with (µs)", "gain", "saved per environment step (µs)"), running),
-        (("compiling when a run starts", "without (s)", "with (s)", "gain"), once),
-    ]
-    legend = (
-        "Medians. An update is one minibatch, of 64 rows (4,096 with 64 environments), GAE is one rollout, all else\n"
-        "is one environment step. Gains and savings are taken between samples that followed each other."
-    )
-    facts = [line["facts"] for line in lines if line["facts"]]
-    return "\n\n".join([*(markdown_table(header, cells) for header, cells in tables if cells), legend, *facts])
+    """Markdown: for each group a table of what is paid all the time, one of what is paid once, and facts."""
+    groups = {line["group"]: GROUPS[line["group"]] for line in lines}
+    parts = []
+    for name, group in groups.items():
+        running, once, facts = [], [], []
+        for line in (line for line in lines if line["group"] == name):
+            saved, gain = line["seconds_saved_per_env_step"], f"{line['gain']:.2f}x"
+            both = line["seconds_without"], line["seconds_with"]
+            if saved is None:
+                once.append((line["trick"], *(f"{seconds:.1f}" for seconds in both), gain))
+            else:
+                running.append((line["trick"], *(f"{1e6 * s:,.1f}" for s in both), gain, f"{1e6 * saved:,.1f}"))
+            facts += [line["facts"]] if line["facts"] else []
+        tables = [
+            (("trick", "without (µs)", "with (µs)", "gain", "saved per environment step (µs)"), running),
+            (("trick", "without (s)", "with (s)", "gain"), once),
+        ]
+        parts += [f"{group.title}:", *(markdown_table(header, cells) for header, cells in tables if cells)]
+        parts += [text for text in (group.legend, *facts) if text]
+    parts.append("Medians. Gains and savings are taken between samples that followed each other.")
+    return "\n\n".join(parts)
 
 
 def main(args: Args) -> int:
     require_at_least(args, 1, "repeats")
     require_distinct(args, "rows")
-    for name in args.rows:
-        if name not in ROWS:
-            raise bad("rows", name, f"no such row{near_names(name, ROWS) or '; there are ' + ', '.join(ROWS)}")
+    rows = expand(args.rows)
     resolve_device(SimpleNamespace(device="cpu", compile=True))
+    # As the scripts that need it do, before PyTorch starts the threads that take it over.
+    torch.set_flush_denormal(True)
     out = Path(args.out) if args.out else fresh_folder(args.runs_dir, "ablate")
 
     lines, failures = [], {}
-    with tqdm(args.rows, unit="row", disable=None) as progress:
-        for name in progress:
+    with tqdm(rows.items(), unit="row", disable=None) as progress:
+        for name, group in progress:
             # Rows compile the same functions anew, more often than one program may.
             torch._dynamo.reset()
             try:
-                for line in ROWS[name]():
-                    lines.append({"row": name, **measure(line, args.repeats, progress.set_postfix_str)})
+                for line in GROUPS[group].rows[name]():
+                    told = measure(line, args.repeats, progress.set_postfix_str)
+                    lines.append({"group": group, "row": name, **told})
                     progress.write("{trick}: {gain:.2f}x".format(**lines[-1]))
             except Exception as error:
                 failures[name] = traceback.format_exc()
                 progress.write(f"{name}: failed ({' '.join(str(error).split())[:300]})", file=sys.stderr)
 
     record = {**benchmark_record("ablate", CPU), "repeats": args.repeats, "rows": lines, "failures": failures}
-    text = f"{ENV_ID}, {describe_machine(record['machine'])}\n\n{render(lines)}"
+    text = f"{describe_machine(record['machine'])}\n\n{render(lines)}"
     out.mkdir(parents=True, exist_ok=True)
     write_json_atomically(out / "ablate.json", record)
     (out / "table.md").write_text(text + "\n")

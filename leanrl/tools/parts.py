@@ -242,7 +242,8 @@ def render_table(rows: Sequence[dict]) -> str:
         )
         for row in rows
     ]
-    return f"{markdown_table(header, cells)}\n\nMicroseconds of an environment step; the parts are those of the profiled one."
+    legend = "Microseconds of an environment step; the parts are those of the profiled one."
+    return f"{markdown_table(header, cells)}\n\n{legend}"
 
 
 def draw(rows: Sequence[dict]):
