@@ -60,7 +60,7 @@ def set_cpu_numerics(num_threads: int) -> None:
     """Threads, denormal numbers and float32 products of PyTorch on the CPU; call it before any work is done there.
 
     Denormal numbers count as 0: Adam's averages decay into them wherever gradients stay 0 (behind a dead relu, say),
-    and arithmetic on them takes a hundred times as long. Threads take the setting over from the one that starts them.
+    and arithmetic on them takes many times as long. Threads take the setting over from the one that starts them.
     """
     torch.set_flush_denormal(True)
     torch.set_num_threads(num_threads)

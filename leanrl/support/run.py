@@ -234,7 +234,7 @@ class Run:
         Called again, say where learning starts, it counts what lay between as warm-up too.
         """
         # What the set-up made lives to the end: the garbage collector need not walk through all of PyTorch again and
-        # again, which took a tenth of a compiled step of TD3.
+        # again (a tenth of the main thread's time, by a profile of compiled TD3).
         gc.collect()
         gc.freeze()
         synchronize(self.device)
