@@ -104,15 +104,22 @@ class SerialVectorEnv(VectorEnv):
 
 
 class EnvPoolVectorEnv(VectorEnv):
-    """EnvPool's synchronous mode as a VectorEnv. Its own autoreset is NEXT_STEP already."""
+    """EnvPool's synchronous mode as a VectorEnv. Its own autoreset is NEXT_STEP already.
+
+    Args:
+        env_id: one of EnvPool's; nothing is checked here.
+        seeds: one an environment.
+        num_threads: C++ threads that step them; 0 for EnvPool's own choice.
+        options: of that environment in EnvPool, as in ``envpool.make``.
+    """
 
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
 
-    def __init__(self, env_id: str, seeds: list[int], num_threads: int = 0) -> None:
+    def __init__(self, env_id: str, seeds: list[int], num_threads: int = 0, **options) -> None:
         import envpool
 
         self._pool = envpool.make(
-            env_id, env_type="gymnasium", num_envs=len(seeds), seed=seeds, num_threads=num_threads
+            env_id, env_type="gymnasium", num_envs=len(seeds), seed=seeds, num_threads=num_threads, **options
         )
         self.num_envs = len(seeds)
         with warnings.catch_warnings():  # EnvPool gives float32 spaces their bounds as float64
@@ -128,7 +135,20 @@ class EnvPoolVectorEnv(VectorEnv):
 
     def step(self, actions: np.ndarray):
         """``actions`` [N, ...] -> observations [N, ...], rewards, terminations, truncations [N], EnvPool's infos."""
-        return self._pool.step(np.asarray(actions, self.single_action_space.dtype))
+        self.send(actions)
+        return self.recv()
+
+    def send(self, actions: np.ndarray) -> None:
+        """The first half of ``step``: sets the environments going and returns at once."""
+        self._pool.send(np.asarray(actions, self.single_action_space.dtype))
+
+    def recv(self):
+        """The second half of ``step``: waits for all environments and returns what they say, in their order."""
+        return self._pool.recv()
+
+    def render(self) -> np.ndarray:
+        """The picture [H, W, 3] of the first environment, which was made with ``render_mode="rgb_array"``."""
+        return self._pool.render(env_ids=0)[0]
 
     def close_extras(self, **kwargs) -> None:
         self._pool.close()
@@ -158,6 +178,16 @@ def make_env(env_id: str, **kwargs) -> gym.Env:
     return env
 
 
+def require_envpool(what: str):
+    """The module ``envpool``; UsageError that ``what`` needs it where it is missing."""
+    try:
+        import envpool
+    except ImportError as error:
+        remedy = "pip install -r requirements/requirements-envpool.txt"
+        raise UsageError(f"{what}: the package is missing ({error}); {remedy}") from None
+    return envpool
+
+
 def make_envs(
     env_id: str, num_envs: int, seed: int, backend: EnvBackend = "gymnasium", num_threads: int = 0, start: int = 0
 ) -> VectorEnv:
@@ -176,12 +206,7 @@ def make_envs(
     seeds = env_seeds(seed, num_envs, start=start)
     if backend == "gymnasium":
         return SerialVectorEnv([make_env(env_id) for _ in range(num_envs)], seeds)
-    try:
-        import envpool
-    except ImportError as error:
-        remedy = "pip install -r requirements/requirements-envpool.txt"
-        raise UsageError(f"--env-backend envpool: the package is missing ({error}); {remedy}") from None
-    known = envpool.list_all_envs()
+    known = require_envpool("--env-backend envpool").list_all_envs()
     if env_id not in known:
         raise bad("env_id", env_id, f"is not an EnvPool environment{near_names(env_id, known)}")
     return EnvPoolVectorEnv(env_id, seeds, num_threads)

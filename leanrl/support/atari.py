@@ -1,0 +1,100 @@
+"""Atari games over EnvPool, behind one ``gymnasium.vector.VectorEnv`` in NEXT_STEP autoreset mode.
+
+What EnvPool 1.2 says, which differs from what Gymnasium's own Atari wrappers say:
+
+- ``terminated`` is true where a game is over, and under ``episodic_life`` where a life was lost, unless time has run
+  out with the same step: then only ``truncated`` is. ``info["terminated"]`` is 1 where the game is over, always.
+- The step after a done only resets, and returns reward 0: the game after its end, or play after a lost life. What the
+  game scores while it gets going again is lost. ``info["elapsed_step"]`` counts the steps of a game, those that only
+  reset left out, so it does not tell a lost life from any other step.
+- ``info["reward"]`` is what the game gave, whatever the reward that is learned from.
+- Time that runs out ends the game, whatever lives are left.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from leanrl.support.envs import EnvPoolVectorEnv, env_seeds, near_names, require_envpool
+from leanrl.support.errors import bad
+
+
+@dataclass(frozen=True)
+class AtariProtocol:
+    """How a game is played. The defaults are those of CleanRL and LeanRL."""
+
+    episodic_life: bool = True
+    """a lost life ends the training episode, but not the game"""
+    reward_clip: bool = True
+    """rewards are -1, 0 or 1"""
+    repeat_action_probability: float = 0.0
+    """with which the emulator repeats the last action instead ("sticky actions")"""
+    noop_max: int = 30
+    """a game starts after at most so many steps without action"""
+    full_action_space: bool = False
+    """all 18 actions of the console, not those alone that the game knows"""
+    max_episode_steps: int = 27_000
+    """agent steps, of 4 frames each, at which time runs out"""
+
+
+CLEANRL = AtariProtocol()
+CLEANBA = AtariProtocol(episodic_life=False, repeat_action_probability=0.25, noop_max=1, full_action_space=True)
+
+
+class AtariVectorEnv(EnvPoolVectorEnv):
+    """EnvPool's Atari games: observations uint8 [N, 4, 84, 84], the last frame last."""
+
+    def recv(self):
+        """As ``EnvPoolVectorEnv.recv``; ``infos["game_over"]`` [N] is true where a game ended or time ran out."""
+        obs, rewards, terminations, truncations, infos = super().recv()
+        over = infos["terminated"].astype(bool)
+        infos["game_over"] = over | truncations
+        return obs, rewards, terminations | over, truncations, infos
+
+
+def whole_games(rewards: np.ndarray, dones: np.ndarray, infos: dict) -> tuple[np.ndarray, np.ndarray]:
+    """What ``EpisodeStatistics`` is to count of a step: the games' own rewards, and where one ended, [N] each.
+
+    Of environments that are no Atari games, ``rewards`` and ``dones`` themselves.
+    """
+    return infos.get("reward", rewards), infos.get("game_over", dones)
+
+
+def atari_games() -> list[str]:
+    """The names of all games, as in ``Breakout-v5``; UsageError where EnvPool is missing."""
+    specs = require_envpool("Atari").registration.registry.specs
+    return sorted(name for name, (module, *_) in specs.items() if module == "envpool.atari")
+
+
+def make_atari_envs(
+    env_id: str,
+    num_envs: int,
+    seed: int,
+    protocol: AtariProtocol = CLEANRL,
+    *,
+    num_threads: int = 0,
+    start: int = 0,
+    first_index: int = 0,
+    render_mode: str | None = None,
+) -> AtariVectorEnv:
+    """One synchronous pool of an Atari game: the same seed gives the same games.
+
+    Args:
+        env_id: the game, as in ``Breakout-v5``.
+        num_envs: environments of this pool.
+        seed: of the run; each environment gets its own from it (``env_seeds``).
+        protocol: how the game is played.
+        num_threads: C++ threads; 0 for EnvPool's own choice.
+        start: environment steps at which this process takes the run up, 0 on a fresh start.
+        first_index: the number of this pool's first environment among all of the run.
+        render_mode: ``rgb_array`` for environments that ``render``.
+
+    Raises:
+        UsageError: unknown game, or EnvPool is missing.
+    """
+    known = atari_games()
+    if env_id not in known:
+        hint = near_names(env_id, known) or "; they are named as in Breakout-v5"
+        raise bad("env_id", env_id, f"is not an Atari game of EnvPool{hint}")
+    options = {**vars(protocol), "render_mode": render_mode}
+    return AtariVectorEnv(env_id, env_seeds(seed, num_envs, first_index, start), num_threads, **options)

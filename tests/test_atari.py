@@ -1,0 +1,198 @@
+"""Atari over EnvPool: what its flags and infos mean, both protocols, whole games in the statistics, refusals."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from leanrl.support.atari import CLEANBA, CLEANRL, make_atari_envs, whole_games
+from leanrl.support.envs import EnvPoolVectorEnv, env_seeds
+from leanrl.support.episodes import EpisodeStatistics
+from leanrl.support.errors import UsageError
+
+# Five lives last for 120 steps of random play at least.
+NUM_ENVS, NUM_STEPS = 4, 300
+
+
+def play(envs, num_steps, change=None):
+    """Arrays [T, N, ...] of random play: obs, rewards, terminations, truncations, resets, and each info.
+
+    Args:
+        change: (resets [N], actions [N]) -> the actions to take.
+    """
+    rng = np.random.default_rng(0)
+    envs.reset()
+    resets, steps = np.zeros(envs.num_envs, bool), []
+    for _ in range(num_steps):
+        actions = rng.integers(0, envs.single_action_space.n, envs.num_envs)
+        obs, rewards, terminations, truncations, infos = envs.step(change(resets, actions) if change else actions)
+        told = {key: value.copy() for key, value in infos.items() if isinstance(value, np.ndarray)}
+        # "reward" is what the game gave, "rewards" what is learned from.
+        steps.append({"obs": obs[:, -1], "rewards": rewards, "resets": resets, **told})
+        steps[-1] |= {"terminations": terminations, "truncations": truncations}
+        resets = terminations | truncations
+    envs.close()
+    return {key: np.stack([step[key] for step in steps]) for key in steps[0]}
+
+
+def breakout(seed=1, num_envs=NUM_ENVS, protocol=CLEANRL, **kwargs):
+    return make_atari_envs("Breakout-v5", num_envs, seed, protocol, num_threads=1, **kwargs)
+
+
+def test_a_lost_life_ends_the_episode_but_not_the_game():
+    steps = play(breakout(), NUM_STEPS)
+    lives = np.concatenate([np.full((1, NUM_ENVS), 5), steps["lives"]])
+    lost = lives[1:] < lives[:-1]
+    assert lost.sum() > 30
+    np.testing.assert_array_equal(steps["terminations"], lost)
+    np.testing.assert_array_equal(steps["game_over"], lost & (steps["lives"] == 0))
+    assert steps["game_over"].sum() >= 4 and not steps["truncations"].any()
+    # The step after that begins the next life, or the next game.
+    resets, before = steps["resets"], np.roll(steps["lives"], 1, 0)
+    np.testing.assert_array_equal(steps["lives"][resets], np.where(before[resets] == 0, 5, before[resets]))
+    assert (steps["rewards"][resets] == 0).all() and (steps["reward"][resets] == 0).all()
+    assert not steps["terminations"][resets].any()
+    # A game's steps are counted on through its lives, those that only reset left out.
+    new_game = resets & (before == 0)
+    expected = np.zeros(NUM_ENVS, int)
+    for t in range(NUM_STEPS):
+        expected = np.where(new_game[t], 0, expected + ~resets[t])
+        np.testing.assert_array_equal(steps["elapsed_step"][t], expected)
+
+
+def test_without_episodic_life_only_the_game_ends():
+    steps = play(breakout(protocol=replace(CLEANRL, episodic_life=False)), NUM_STEPS)
+    assert steps["terminations"].sum() >= 4
+    np.testing.assert_array_equal(steps["terminations"], steps["game_over"])
+    np.testing.assert_array_equal(steps["terminations"], steps["lives"] == 0)
+
+
+@pytest.mark.parametrize("protocol", [CLEANRL, CLEANBA])
+def test_time_that_runs_out_ends_the_game_whatever_lives_are_left(protocol):
+    steps = play(breakout(protocol=replace(protocol, max_episode_steps=40)), 100)
+    out = steps["elapsed_step"] == 40
+    assert out.sum() >= 8 and (steps["lives"][out] > 0).any()
+    np.testing.assert_array_equal(steps["truncations"], out)
+    assert steps["game_over"][out].all() and not steps["terminations"][out].any()
+    after = np.roll(out, 1, 0)
+    after[0] = False
+    assert (steps["lives"][after] == 5).all() and (steps["elapsed_step"][after] == 0).all()
+
+
+def test_a_game_that_is_over_when_time_runs_out_has_terminated():
+    protocol = replace(CLEANRL, episodic_life=False)
+    steps = play(breakout(num_envs=1, protocol=protocol), 400)
+    length = steps["elapsed_step"][steps["game_over"]][0]
+    steps = play(breakout(num_envs=1, protocol=replace(protocol, max_episode_steps=int(length))), length + 1)
+    assert steps["terminations"][:, 0].nonzero()[0].tolist() == steps["truncations"][:, 0].nonzero()[0].tolist()
+    assert steps["terminations"].sum() == 1
+
+
+@pytest.mark.parametrize("max_episode_steps", [27_000, 250])
+def test_statistics_count_whole_games_unclipped(max_episode_steps):
+    """Ms. Pacman: 3 lives, rewards of 10 and more."""
+    protocol = replace(CLEANRL, max_episode_steps=max_episode_steps)
+    steps = play(make_atari_envs("MsPacman-v5", NUM_ENVS, 1, protocol, num_threads=1), 2 * NUM_STEPS)
+    np.testing.assert_array_equal(steps["rewards"], np.sign(steps["reward"]))
+    assert steps["reward"].max() >= 10
+
+    games, counted = [], []
+    statistics, scores = EpisodeStatistics(NUM_ENVS), [0.0] * NUM_ENVS
+    for t in range(2 * NUM_STEPS):
+        told = {key: steps[key][t] for key in steps}
+        dones = told["terminations"] | told["truncations"]
+        counted += zip(*statistics.add_step(*whole_games(told["rewards"], dones, told), told["resets"]), strict=True)
+        for i in range(NUM_ENVS):
+            scores[i] += told["reward"][i]
+            if (told["lives"][i] == 0 and not told["resets"][i]) or told["elapsed_step"][i] == max_episode_steps:
+                games.append((scores[i], told["elapsed_step"][i]))
+                scores[i] = 0.0
+    assert len(games) >= NUM_ENVS
+    assert len(games) < steps["terminations"].sum() + steps["truncations"].sum()  # lives were lost too
+    assert steps["truncations"].any() == (max_episode_steps == 250)
+    assert counted == games
+
+
+def test_other_environments_episodes_are_whole_games():
+    steps = play(EnvPoolVectorEnv("Catch-v0", env_seeds(1, 2), num_threads=1), 100)
+    rewards, dones = whole_games(steps["rewards"], steps["terminations"] | steps["truncations"], {})
+    assert rewards is steps["rewards"]
+    # Nine steps, then one that resets.
+    np.testing.assert_array_equal(dones[:, 0].nonzero()[0], np.arange(8, 100, 10))
+    assert (rewards[~dones] == 0).all() and (np.abs(rewards[dones]) == 1).all()
+
+
+def test_the_step_after_a_done_ignores_its_action():
+    expected, changed = (
+        play(breakout(), 120, change)
+        for change in (None, lambda resets, actions: np.where(resets, (actions + 1) % 4, actions))
+    )
+    assert expected["resets"].sum() > 10
+    for key in expected:
+        np.testing.assert_array_equal(changed[key], expected[key])
+
+
+def test_pools_share_the_environments_of_one_run():
+    whole = play(breakout(num_envs=4), 50)
+    assert len({whole["obs"][:, i].tobytes() for i in range(4)}) == 4
+    again = play(breakout(num_envs=4, start=1000), 50)
+    assert (again["obs"] != whole["obs"]).any()
+    rng = np.random.default_rng(0)
+    actions = rng.integers(0, 4, (50, 4))
+    pools = [breakout(num_envs=2, first_index=first) for first in (0, 2)]
+    for pool in pools:
+        pool.reset()
+    for t in range(50):
+        for pool, part in zip(pools, (slice(0, 2), slice(2, 4)), strict=True):
+            pool.send(actions[t, part])
+        for pool, part in zip(pools, (slice(0, 2), slice(2, 4)), strict=True):
+            obs, *_, infos = pool.recv()
+            np.testing.assert_array_equal(obs[:, -1], whole["obs"][t, part])
+            np.testing.assert_array_equal(infos["lives"], whole["lives"][t, part])
+
+
+def test_protocols():
+    def actions(protocol):
+        return breakout(num_envs=1, protocol=protocol).single_action_space.n
+
+    assert (actions(CLEANRL), actions(CLEANBA)) == (4, 18)
+    # With sticky actions the same actions make another game.
+    plain, sticky = (
+        play(breakout(protocol=replace(CLEANRL, repeat_action_probability=p, noop_max=1)), 60) for p in (0.0, 0.25)
+    )
+    assert (plain["obs"] != sticky["obs"]).any()
+
+
+def test_rendering_shows_the_console_and_changes_nothing():
+    envs = breakout(render_mode="rgb_array")
+    envs.reset()
+    frame = envs.render()
+    assert frame.shape == (210, 160, 3) and frame.dtype == np.uint8 and len(np.unique(frame.reshape(-1, 3), axis=0)) > 6
+
+    class Rendered:
+        def __init__(self, envs):
+            self.envs = envs
+
+        def __getattr__(self, name):
+            self.envs.render()
+            return getattr(self.envs, name)
+
+    envs.close()
+    shown, hidden = play(Rendered(breakout(render_mode="rgb_array")), 50), play(breakout(), 50)
+    np.testing.assert_array_equal(shown["obs"], hidden["obs"])
+
+
+@pytest.mark.parametrize(
+    "env_id, hint",
+    [
+        ("Brekout-v5", "; did you mean Breakout-v5"),
+        ("pong-v5", "; did you mean Pong-v5"),
+        ("BreakoutNoFrameskip-v4", ""),
+        ("HalfCheetah-v5", ""),
+        ("Catch-v0", ""),
+        ("", "; they are named as in Breakout-v5"),
+    ],
+)
+def test_what_is_no_game_is_refused(env_id, hint):
+    with pytest.raises(UsageError, match=f"^--env-id {env_id}: is not an Atari game of EnvPool{hint}"):
+        make_atari_envs(env_id, 1, seed=1)
