@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 import torch._inductor
+from tensordict.nn import CudaGraphModule
 
 # CudaGraphModule runs eagerly this many times before it captures.
 CUDAGRAPH_WARMUP = 3
@@ -86,6 +87,21 @@ def compile_options(device: torch.device, cpp_wrapper: bool = True, **changes) -
     known = set(torch._inductor.list_options())
     options = {"cpp_wrapper": cpp_wrapper, **CPU_OPTIONS, **changes}
     return {name: value for name, value in options.items() if name in known}
+
+
+def make_executable(
+    fn: Callable[..., torch.Tensor | None],
+    device: torch.device,
+    compile: bool,
+    cudagraphs: bool,
+    cpp_wrapper: bool = True,
+) -> Callable[..., torch.Tensor | None]:
+    """``fn``, compiled (as ``CompiledStep``, with its demands) and captured as the flags of a script say."""
+    if compile:
+        fn = CompiledStep(fn, device, cpp_wrapper)
+    if cudagraphs:
+        fn = CudaGraphModule(fn, warmup=CUDAGRAPH_WARMUP)
+    return fn
 
 
 @contextmanager
