@@ -1,10 +1,11 @@
 """Who runs where, and which environments are whose: ``a0-l1,2-d1`` as processes, ranks, shards and pieces."""
 
 import math
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from leanrl.support.errors import bad, require_at_least
+from leanrl.support.errors import UsageError, bad, require_at_least
 
 
 class Part(NamedTuple):
@@ -35,6 +36,15 @@ class Piece(NamedTuple):
     shard: int
     envs: range
     """global numbers of its environments"""
+
+
+def parse_layout(text: str) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """``a0-l1,2-d1`` -> actor device ids, learner device ids, number of groups. UsageError for anything else."""
+    match = re.fullmatch(r"a(\d+(?:,\d+)*)-l(\d+(?:,\d+)*)-d([1-9]\d*)", text)
+    if not match:
+        raise UsageError(f"{text}: not a layout; write actor devices, learner devices and groups as in a0-l1,2-d1")
+    actors, learners = (tuple(map(int, ids.split(","))) for ids in match.groups()[:2])
+    return actors, learners, int(match[3])
 
 
 class Layout:

@@ -4,8 +4,6 @@ from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 
 import torch
-import torch._inductor
-from tensordict.nn import CudaGraphModule
 
 # CudaGraphModule runs eagerly this many times before it captures.
 CUDAGRAPH_WARMUP = 3
@@ -55,6 +53,8 @@ class CompiledStep:
         self._graph: Callable | None = None
 
     def _backend(self, graph_module, example_inputs) -> Callable:
+        import torch._inductor  # 3 s that eager runs, of which there may be many processes, need not wait for
+
         graph = torch._inductor.compile(graph_module, example_inputs, options=self._options)
 
         def record(*inputs: torch.Tensor):
@@ -84,6 +84,8 @@ def compile_options(device: torch.device, cpp_wrapper: bool = True, **changes) -
     """TorchInductor's options for ``device``, those that this PyTorch knows."""
     if device.type != "cpu":
         return {}
+    import torch._inductor
+
     known = set(torch._inductor.list_options())
     options = {"cpp_wrapper": cpp_wrapper, **CPU_OPTIONS, **changes}
     return {name: value for name, value in options.items() if name in known}
@@ -100,6 +102,8 @@ def make_executable(
     if compile:
         fn = CompiledStep(fn, device, cpp_wrapper)
     if cudagraphs:
+        from tensordict.nn import CudaGraphModule
+
         fn = CudaGraphModule(fn, warmup=CUDAGRAPH_WARMUP)
     return fn
 
