@@ -15,7 +15,8 @@ from leanrl.sebulba.status import HEARTBEAT_SECONDS, STATUS_FD
 POLL_SECONDS = 0.1
 # After the first failure the others have this long to tell theirs: a dead process's peers may notice it first.
 EXPLAIN_SECONDS = 1.0
-# A process that lives writes every HEARTBEAT_SECONDS.
+# A process that lives writes every HEARTBEAT_SECONDS, once it has imported what it needs.
+START_SECONDS = 300.0
 SILENT_SECONDS = 10 * HEARTBEAT_SECONDS
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -32,7 +33,7 @@ class Child:
     pipe: int = -1
     unread: bytes = b""
     last_sign: float = 0.0
-    """when it last wrote, time.monotonic()"""
+    """when it last wrote, time.monotonic(); before it has, START_SECONDS after its start"""
     failures: list[dict] = field(default_factory=list)
     """what it told, see ``Status.fail``"""
 
@@ -48,7 +49,7 @@ class Child:
             process_group=0,
         )
         os.close(theirs)
-        self.last_sign = time.monotonic()
+        self.last_sign = time.monotonic() + START_SECONDS
 
     def read(self) -> bool:
         """Takes in what it wrote; False once it has closed its end."""
