@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import psutil
-from scripts import SOURCE
+from scripts import SOURCE, run
 
 DISTRIBUTED = ["cleanba_ppo", "cleanba_impala"]
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -70,3 +70,13 @@ def last_line(out: str) -> str:
 def alive(processes: list[psutil.Process]) -> list[int]:
     """Those that still run."""
     return [p.pid for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def run_alone(monkeypatch, script: str, *flags) -> int:
+    """Runs the only rank of a layout in this process, as torchrun would start it; returns the exit code."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    with monkeypatch.context() as patch:
+        for name, value in alone.items():
+            patch.setenv(name, value)
+        patch.setattr(os, "_exit", sys.exit)
+        return run(script, *flags)

@@ -89,8 +89,10 @@ class Layout:
             raise bad(
                 "num_shards", self.num_shards, f"must be a multiple of the number of learners, {self.num_learners}"
             )
+        if self.num_envs % self.num_shards and num_shards is not None:
+            raise bad("num_shards", num_shards, f"must divide the {self.num_envs} environments of all actor threads")
         if self.num_envs % self.num_shards:
-            what = f"gives {self.num_envs} environments in all, which {self.num_shards} shards cannot share evenly"
+            what = f"gives {self.num_envs} environments in all, which {self.num_shards} learners cannot share evenly"
             step = self.num_shards // math.gcd(self.num_shards, self.num_envs // local_num_envs)
             raise bad("local_num_envs", local_num_envs, f"{what}; use a multiple of {step}")
         self.shard_size = self.num_envs // self.num_shards
