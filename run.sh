@@ -78,7 +78,7 @@ case $command in
   usage
   ;;
 test)
-  install "" mujoco envpool dev
+  install "" mujoco envpool hub dev
   exec .venv/bin/python -m pytest "$@"
   ;;
 bench)
@@ -91,6 +91,7 @@ bench)
     install "" mujoco
     case " $* " in *" envpool "* | *=envpool*) install envpool ;; esac
     case $name in cleanba_*) install envpool ;; esac
+    case " $* " in *" --upload-model "*) install hub ;; esac
     exec .venv/bin/python "leanrl/$name.py" "$@"
   elif grep -qs run_tool "leanrl/tools/$name.py"; then
     install "" mujoco

@@ -59,7 +59,7 @@ def test_benchmark_fills_the_template_in(capsys):
     assert benchmark.main(benchmark.Args(("A-v1", "B-v1"), command=COMMAND, **options)) == 0
     job = capsys.readouterr().out
     assert "--array=0-5\n" in job and "--ntasks=2\n" in job and "--gpus-per-task=4\n" in job
-    assert "${commands[$SLURM_ARRAY_TASK_ID]}" in job and "{" not in job.replace("${", "").replace("() {", "")
+    assert "exec ${commands[$SLURM_ARRAY_TASK_ID]}" in job and "{" not in job.replace("${", "").replace("() {", "")
     quoted = [line.strip() for line in job.splitlines() if "--env-id" in line]
     assert len(quoted) == 6 and all("--seed" in shlex.split(shlex.split(line)[0]) for line in quoted)
 

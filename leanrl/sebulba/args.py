@@ -10,6 +10,7 @@ from leanrl.sebulba.layout import Layout
 from leanrl.support.cli import RunArgs
 from leanrl.support.devices import available_cores, resolve_device, update_threads
 from leanrl.support.errors import UsageError, bad, require_at_least, require_positive
+from leanrl.support.hub import require_hub
 
 
 @dataclass
@@ -60,6 +61,11 @@ class SebulbaArgs(RunArgs):
     target_return: float | None = None
     """stop once the mean of the last 100 episodes reaches this"""
 
+    upload_model: bool = False
+    """upload the model to the Hugging Face Hub at the end, as ENV_ID-SCRIPT-seedSEED; saves it too"""
+    hf_entity: str = ""
+    """user or organisation on the Hub; by default who is logged in"""
+
     num_envs: tyro.conf.Suppress[int] = 0
     """environments in all, filled in when the layout is known"""
 
@@ -73,6 +79,8 @@ def validate_runtime(args: SebulbaArgs) -> None:
     require_at_least(args, 1, "num_threads", "env_threads", "log_frequency", "checksum_frequency", "checkpoint_every")
     require_at_least(args, 0, "policy_lag")
     require_positive(args, "timeout", "max_seconds")
+    if args.upload_model:
+        require_hub()
     if args.capture_video:
         raise UsageError(
             "--capture-video: these scripts do not film; use `python -m leanrl.tools.evaluate --capture-video`"

@@ -19,6 +19,7 @@ from leanrl.sebulba.rollout import Rollout
 from leanrl.sebulba.status import Status
 from leanrl.support.devices import available_cores, set_cpu_numerics
 from leanrl.support.executables import untouched
+from leanrl.support.hub import upload_run
 from leanrl.support.run import Run, seed_everything
 from leanrl.support.signals import StopRequest
 
@@ -188,9 +189,11 @@ def _lead(run: Run, args, algorithm, layout, agent, optimizer, update, learner, 
     finally:
         records.close()
     run.finish(state_dict())
-    if args.save_model:
+    if args.save_model or args.upload_model:
         network = {name: getattr(args, name) for name in algorithm.network_flags}
         run.save_model({"agent": agent.state_dict(), "network": network})
+        if args.upload_model:
+            print(f"model: {upload_run(run.dir, args.hf_entity)}", flush=True)
 
 
 def _enough(run: Run, args) -> bool:
