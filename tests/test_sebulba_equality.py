@@ -78,8 +78,8 @@ def noise_off(monkeypatch):
 
 def reduction_off(monkeypatch):
     """Sums in another order."""
-    in_order = collectives._sum_in_order
-    monkeypatch.setattr(collectives, "_sum_in_order", lambda vectors: in_order(list(vectors)[::-1]))
+    in_order = collectives.sum_in_order
+    monkeypatch.setattr(collectives, "sum_in_order", lambda vectors: in_order(list(vectors)[::-1]))
 
 
 @pytest.mark.parametrize("fault", [seed_off, noise_off, reduction_off])

@@ -33,8 +33,8 @@ def test_kill_9_ends_the_run(endless, script, victim):
     launcher, ranks = endless(script)
     ranks[victim].kill()
     begin = time.monotonic()
-    code, out = finish(launcher, 30)
-    assert code == 1 and time.monotonic() - begin < 10
+    code, out = finish(launcher, 60)
+    assert code == 1 and time.monotonic() - begin < 30
     assert last_line(out) == f"{NAMES[victim]} killed by signal 9"
     assert not alive(ranks)
 
@@ -50,8 +50,8 @@ def test_a_stopped_process_is_a_stall(endless):
     launcher, ranks = endless("cleanba_impala", "--timeout=4")
     ranks[2].send_signal(signal.SIGSTOP)
     begin = time.monotonic()
-    code, out = finish(launcher, 30)
-    assert code == 1 and time.monotonic() - begin < 15
+    code, out = finish(launcher, 60)
+    assert code == 1 and time.monotonic() - begin < 30
     assert last_line(out).startswith("learner 1 (rank 2) has not answered for ")
     assert not alive(ranks)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from leanrl.sebulba.args import SebulbaArgs
-from leanrl.sebulba.collectives import _sum_in_order
+from leanrl.sebulba.collectives import sum_in_order
 from leanrl.sebulba.environments import make_pool
 from leanrl.sebulba.launch import first_host, slurm_task
 from leanrl.sebulba.layout import Layout, parse_layout
@@ -313,5 +313,5 @@ def test_the_checksum_sees_every_bit():
 
 def test_sums_are_taken_from_the_first_to_the_last():
     vectors = [torch.tensor([1e8]), torch.tensor([1.0]), torch.tensor([-1e8])]
-    assert _sum_in_order(vectors).item() == 0.0  # 1e8 + 1 is 1e8 in float32
-    assert _sum_in_order([vectors[0], vectors[2], vectors[1]]).item() == 1.0
+    assert sum_in_order(vectors).item() == 0.0  # 1e8 + 1 is 1e8 in float32
+    assert sum_in_order([vectors[0], vectors[2], vectors[1]]).item() == 1.0

@@ -14,7 +14,7 @@ from scripts import course, newest_checkpoint, run, summary
 from sebulba_runs import DISTRIBUTED, finish, last_line, launch, ranks_of, run_alone, tiny, wait_for_log
 
 from leanrl.sebulba.algorithm import Shards
-from leanrl.sebulba.collectives import _sum_in_order
+from leanrl.sebulba.collectives import sum_in_order
 from leanrl.sebulba.rollout import Rollout
 from leanrl.support.executables import untouched
 from leanrl.support.tracking import read_metrics
@@ -191,7 +191,7 @@ def random_shards(num_shards, obs_shape=(4,), num_steps=16, num_envs=8):
             flag.copy_(torch.rand(flag.shape, generator=generator) < 0.1)
         rollout.dones.copy_(rollout.terminations | (torch.rand(rollout.dones.shape, generator=generator) < 0.1))
         rollouts.append(rollout)
-    return Shards(range(num_shards), rollouts, num_shards, _sum_in_order)
+    return Shards(range(num_shards), rollouts, num_shards, sum_in_order)
 
 
 MODES = [

@@ -125,7 +125,6 @@ class ActorThread(threading.Thread):
 
     @torch.no_grad()
     def run(self) -> None:
-        torch.set_num_threads(1)
         try:
             if self._device.type == "cuda":
                 with torch.cuda.stream(torch.cuda.Stream(self._device)):
@@ -150,6 +149,7 @@ class ActorThread(threading.Thread):
             version = version_for(number, self._args.policy_lag, self._first_version)
             self._source.fetch(version, self._params)
             fetched = time.time()
+            torch.set_num_threads(1)
             header = Header(
                 number, version, started=started, params_wait=fetched - started, queue_put=started - waiting
             )

@@ -109,20 +109,21 @@ class Collectives:
                 work.wait()
 
     def sum_over_shards(self, vectors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The sum of one vector a shard over all learners' shards; this learner's own are ``vectors``, in order."""
+        """The sum of one vector a shard over all learners' shards; this learner's own are ``vectors``, in order.
+
+        A vector may be overwritten.
+        """
         if self._learners is None:
-            return _sum_in_order(vectors)
+            return sum_in_order(vectors)
         start = time.perf_counter()
         with waiting_for("another learner, in a sum of gradients"):
             if self._exact:
                 mine = torch.stack(list(vectors))
                 everyone = [torch.empty_like(mine) for _ in range(self._layout.num_learners)]
                 dist.all_gather(everyone, mine, group=self._learners)
-                total = _sum_in_order([vector for shards in everyone for vector in shards])
+                total = sum_in_order([vector for shards in everyone for vector in shards])
             else:
-                total = _sum_in_order(vectors)
-                # The sum of one vector is that vector, which may be a captured graph's output.
-                total = total.clone() if len(vectors) == 1 else total
+                total = sum_in_order(vectors)  # of one vector that vector itself, which nobody reads again
                 dist.all_reduce(total, group=self._learners)
         self.all_reduce_seconds += time.perf_counter() - start
         return total
@@ -144,7 +145,7 @@ class Collectives:
                 dist.broadcast(message, self._params_from, group=self._actors)
 
 
-def _sum_in_order(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
+def sum_in_order(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The sum, added up from the first to the last."""
     total = vectors[0]
     for vector in vectors[1:]:

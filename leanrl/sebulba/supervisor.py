@@ -18,6 +18,7 @@ EXPLAIN_SECONDS = 1.0
 # A process that lives writes every HEARTBEAT_SECONDS, once it has imported what it needs.
 START_SECONDS = 300.0
 SILENT_SECONDS = 10 * HEARTBEAT_SECONDS
+STUCK_SECONDS = 60.0
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -80,12 +81,12 @@ class Supervisor:
 
     Args:
         children: not started yet.
-        timeout: seconds of silence after which a process counts as stuck.
+        timeout: seconds of silence after which a process counts as stuck, STUCK_SECONDS at most.
     """
 
     def __init__(self, children: Sequence[Child], timeout: float) -> None:
         self._children = children
-        self._timeout = timeout
+        self._timeout = min(timeout, STUCK_SECONDS)
         self._signals: list[int] = []
 
     def run(self) -> int:
