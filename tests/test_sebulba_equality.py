@@ -150,7 +150,7 @@ def test_accumulated_gradients_are_the_whole_ones(monkeypatch, tmp_path, script)
 def test_environments_and_noise_are_disjoint(monkeypatch, tmp_path):
     """Over threads: no two environments of a run see the same, or draw the same."""
     seen = []
-    play = actor.ActorThread._play_rollout
+    play = actor.ActorThread.play_rollout
 
     def watch(self, rollout, header, obs, resets):
         result = play(self, rollout, header, obs, resets)
@@ -158,7 +158,7 @@ def test_environments_and_noise_are_disjoint(monkeypatch, tmp_path):
             seen.append((rollout[0].obs[0].clone(), self._host_noise.clone()))
         return result
 
-    monkeypatch.setattr(actor.ActorThread, "_play_rollout", watch)
+    monkeypatch.setattr(actor.ActorThread, "play_rollout", watch)
     assert run_alone(monkeypatch, "cleanba_ppo", *tiny(tmp_path, "--total-timesteps=512", "--num-actor-threads=4")) == 0
     first = np.concatenate([obs for obs, _ in seen])
     noise = np.concatenate([noise for _, noise in seen], 1)

@@ -153,13 +153,22 @@ class ActorThread(threading.Thread):
             header = Header(
                 number, version, started=started, params_wait=fetched - started, queue_put=started - waiting
             )
-            obs, resets = self._play_rollout(rollout, header, obs, resets)
+            obs, resets = self.play_rollout(rollout, header, obs, resets)
             self._played.put(rollout)
 
-    def _play_rollout(
+    def play_rollout(
         self, rollout: list[Rollout], header: Header, obs: np.ndarray, resets: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Fills ``rollout`` from ``obs`` on; returns the observations and resets that the next one starts with."""
+        """Plays one rollout with the parameters that are there.
+
+        Args:
+            rollout: one for each of ``pieces``, to be filled.
+            header: what is known already; ``rollout.header`` gets it with the times.
+            obs, resets: [n, ...] what the environments said last, and whether their next step only resets them.
+
+        Returns:
+            obs and resets for the next one.
+        """
         num_steps, num_envs = self._args.num_steps, self._envs.num_envs
         envs = range(self.pieces[0].envs.start, self.pieces[-1].envs.stop)
         gumbel_noise(self._streams, envs, int(header.rollout), self._host_noise.numpy())

@@ -74,7 +74,7 @@ class Pipeline:
         mine = [(piece, rollout) for piece, rollout in here if piece.learner == self._part.learner]
         mine += zip(self._wanted, self._received, strict=True)
         headers = [(piece, self._fill(number, piece, rollout)) for piece, rollout in mine]
-        if sends and sends[0][1].is_cuda:  # their buffers are overwritten next, on the threads' streams
+        if here and here[0][1].buffer.is_cuda:  # the threads overwrite their buffers next, on streams of their own
             torch.cuda.current_stream().synchronize()
         for thread, rollouts in zip(self._threads, played, strict=True):
             thread.give_back(rollouts)

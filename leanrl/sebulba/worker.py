@@ -1,6 +1,7 @@
 """One process of a run, from its set-up to its end: actor threads, a learner, or both."""
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 
 import numpy as np
@@ -13,11 +14,13 @@ from leanrl.sebulba.collectives import Collectives
 from leanrl.sebulba.environments import make_pool
 from leanrl.sebulba.layout import Layout, Part
 from leanrl.sebulba.learner import Learner, Records
+from leanrl.sebulba.mailbox import Stopped
 from leanrl.sebulba.params import ParamsSource
 from leanrl.sebulba.pipeline import Pipeline
 from leanrl.sebulba.rollout import Rollout
 from leanrl.sebulba.status import Status
 from leanrl.support.devices import available_cores, set_cpu_numerics
+from leanrl.support.errors import UsageError
 from leanrl.support.executables import untouched
 from leanrl.support.hub import upload_run
 from leanrl.support.run import Run, seed_everything
@@ -73,7 +76,7 @@ def work(
         # Threads of environments are shared by the actor threads of this machine, as far as it is known.
         num_pools = len(layout.actor_device_ids) * layout.num_actor_threads
         env_threads = args.env_threads or max(1, available_cores() // num_pools)
-        source = threads = None
+        source, threads = None, []
         if part.actor is not None:
             source = ParamsSource(optimizer.params, first, args.policy_lag, args.timeout)
             threads = [
@@ -87,12 +90,12 @@ def work(
                 Rollout.allocate(args.num_steps, layout.shard_size, shape, dtype, device)
                 for _ in layout.shards_of(part.learner)
             ]
-        pipeline = Pipeline(layout, part, threads or [], shards, collectives, args.policy_lag, first)
+        pipeline = Pipeline(layout, part, threads, shards, collectives, args.policy_lag, first)
 
         if lead:
             stack.enter_context(run)
         with run.warmup() if lead else nullcontext():
-            for thread in threads or []:
+            for thread in threads:
                 thread.warm_up()
             if part.learner is not None:
                 numbers = layout.shards_of(part.learner)
@@ -106,8 +109,10 @@ def work(
                 with untouched(optimizer.tensors(), device):
                     update.warm_up()
             collectives.barrier()
-        stack.callback(_stop_threads, threads or [], source)
-        for thread in threads or []:
+        stack.callback(_stop_threads, threads, source)
+        # Told first: ending the threads, and a process group that is broken, may take a while.
+        stack.push(_teller(status))
+        for thread in threads:
             thread.start()
 
         if part.learner is None:
@@ -140,6 +145,16 @@ def _make_thread(
         last,
         status.fail_in_thread,
     )
+
+
+def _teller(status: Status) -> Callable:
+    """An exit callback that tells an error, unless it is bad input or an actor thread's, which that has told."""
+
+    def tell(kind, error, traceback) -> None:
+        if isinstance(error, Exception) and not isinstance(error, UsageError | Stopped):
+            status.fail(error)
+
+    return tell
 
 
 def _stop_threads(threads: list[ActorThread], source: ParamsSource | None) -> None:

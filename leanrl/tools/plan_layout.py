@@ -145,11 +145,11 @@ def measure(args: Args, module, script_args, device: torch.device) -> Parts:
     told = (script_args, device, 0, 1, lambda *error: None)
     thread = ActorThread("actor thread", layout.pieces_of_thread(0, 0), pool, agent, source, *told)
     thread.warm_up()
-    (piece,) = thread._free.get("a buffer")
     obs, _ = pool.reset()
+    piece = Rollout.allocate(script_args.num_steps, num_envs, space.shape, torch.from_numpy(obs).dtype, device)
     resets = torch.zeros(num_envs, dtype=torch.bool).numpy()
     header = piece.read_header()
-    rollout = timed(lambda: thread._play_rollout([piece], header, obs, resets), args.repeats, device)
+    rollout = timed(lambda: thread.play_rollout([piece], header, obs, resets), args.repeats, device)
     header = piece.read_header()
     pool.close()
 
