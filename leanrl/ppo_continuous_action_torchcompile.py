@@ -35,6 +35,7 @@ from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
 from leanrl.support.evaluation import record_video, require_video
 from leanrl.support.executables import CUDAGRAPH_WARMUP, WARMUP_CALLS, CompiledStep, untouched
+from leanrl.support.inductor import mlp_as_sums
 from leanrl.support.normalization import RewardNormalizer, RunningMoments
 from leanrl.support.optim import FlatAdam, clip_grad_norm
 from leanrl.support.run import Run, seed_everything
@@ -328,16 +329,6 @@ def make_update(agent: Agent, optimizer: FlatAdam, rollout: Rollout, args: Args)
 
 
 # ------------------------------------------------------------------------------------------------------------ ACTING
-
-
-def mlp_as_sums(network: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
-    """``network(x)`` for one row [1, in] with its matrix products written as sums.
-
-    TorchInductor fuses them with all around them; three calls of a GEMM cost more than 5,568 multiplications do.
-    """
-    for layer in network:
-        x = (layer.weight * x).sum(-1).unsqueeze(0) + layer.bias if isinstance(layer, nn.Linear) else layer(x)
-    return x
 
 
 def make_policy(
