@@ -79,7 +79,8 @@ case $command in
   ;;
 test)
   install "" mujoco envpool dev
-  exec .venv/bin/python -m pytest "$@"
+  # A worker for each core; a test file stays with one, for the runs that its tests share.
+  exec .venv/bin/python -m pytest --numprocesses=logical --dist=loadfile "$@"
   ;;
 bench)
   install "" mujoco envpool dev peers

@@ -22,9 +22,6 @@ CPU_OPTIONS = {
     "cpp.use_decompose_tanh": True,
     # Samples from PyTorch's own generator, so that a compiled run draws what an eager one draws.
     "fallback_random": True,
-    # A concatenation is copied together first. Read in place, through one condition for each part, it would keep the
-    # loop that uses it, Adam's say, from being vectorised.
-    "max_pointwise_cat_inputs": 0,
 }
 
 
