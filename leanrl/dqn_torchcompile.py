@@ -254,7 +254,7 @@ def make_executables(q_network: QNetwork, replay: Replay, staging: Staging, upda
         if args.compile:
             fn = CompiledStep(fn, device, cpp_wrapper)
         if args.cudagraphs:
-            fn = CudaGraphModule(fn, warmup=CUDAGRAPH_WARMUP)
+            fn = CudaGraphModule(fn, warmup=CUDAGRAPH_WARMUP, device=device)
         return fn
 
     return executable(greedy, False), executable(learn, True), executable(update, True)

@@ -388,8 +388,8 @@ def make_executables(policy_step: Callable, update: Callable, args: Args, device
         policy_step = CompiledStep(policy_step, device, cpp_wrapper=False)
         update = CompiledStep(update, device)
     if args.cudagraphs:
-        policy_step = CudaGraphModule(policy_step, warmup=CUDAGRAPH_WARMUP)
-        update = CudaGraphModule(update, warmup=CUDAGRAPH_WARMUP)
+        policy_step = CudaGraphModule(policy_step, warmup=CUDAGRAPH_WARMUP, device=device)
+        update = CudaGraphModule(update, warmup=CUDAGRAPH_WARMUP, device=device)
     return policy_step, update
 
 

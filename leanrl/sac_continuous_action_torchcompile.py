@@ -369,7 +369,7 @@ def make_executables(observe: Callable, update: Callable, act: Callable, args: A
         if args.compile:
             fn = CompiledStep(fn, device, **EXACT_TANH)
         if args.cudagraphs:
-            fn = CudaGraphModule(fn, warmup=CUDAGRAPH_WARMUP)
+            fn = CudaGraphModule(fn, warmup=CUDAGRAPH_WARMUP, device=device)
         return fn
 
     def step(with_actor: tuple[bool, ...], told: torch.Tensor) -> torch.Tensor:
