@@ -120,10 +120,13 @@ def td3_parameters(reference, fast) -> tuple[dict, dict]:
 
 
 def assert_moved_together(start: dict, expected: dict, got: dict, tolerance: float = 1e-3) -> None:
-    """Each vector moved from ``start`` as it was expected to, but for ``tolerance`` of the way.
+    """Each vector moved from ``start`` as it was expected to, but for ``tolerance`` of the way, on a GPU 1e-2.
 
-    Single parameters may differ by a step: where a gradient is nearly zero, Adam takes a step by its sign.
+    Single parameters may differ by a step: where a gradient is nearly zero, Adam takes a step by its sign. Where that
+    happens, rounding decides, and on a GPU it is another one.
     """
+    if next(iter(got.values())).device.type == "cuda":
+        tolerance = 1e-2
     for name, moved in ((name, expected[name] - start[name]) for name in start):
         assert moved.abs().max() > 1e-3, f"{name} did not move"
         error = ((got[name] - expected[name]).norm() / moved.norm()).item()
