@@ -192,6 +192,7 @@ class Staging:
         self.num_staged = 0
         self._device = device
         self._rows = torch.zeros(num_steps, num_envs, 2 * obs_dim + 4, pin_memory=device.type == "cuda")
+        self._taken = torch.cuda.Event() if device.type == "cuda" else None
         numpy = self._rows.numpy()
         # Views of the columns of a row: obs, next_obs, action, reward, termination, reset.
         self._obs, self._next_obs = numpy[:, :, :obs_dim], numpy[:, :, obs_dim : 2 * obs_dim]
@@ -201,6 +202,9 @@ class Staging:
     def add(self, obs, next_obs, actions, rewards, terminations, resets) -> None:
         """Takes one step of the environments, arrays [N, ...]."""
         i = self.num_staged
+        if i == 0 and self._taken is not None:
+            # The copy may still wait behind an update: steps with random actions do not wait for the device.
+            self._taken.synchronize()
         self._obs[i], self._next_obs[i], self._actions[i] = obs, next_obs, actions
         self._rewards[i], self._terminations[i], self._resets[i] = rewards, terminations, resets
         self.num_staged += 1
@@ -209,7 +213,10 @@ class Staging:
         """All rows [num_steps * N, 2 * obs_dim + 4] on the learner's device, those without a step marked as resets."""
         self._resets[self.num_staged :] = 1.0
         self.num_staged = 0
-        return self._rows.flatten(0, 1).to(self._device, non_blocking=True)
+        rows = self._rows.flatten(0, 1).to(self._device, non_blocking=True)
+        if self._taken is not None:
+            self._taken.record(torch.cuda.current_stream(self._device))
+        return rows
 
     def split(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """``rows`` as the arguments of ``Replay.add``."""
@@ -254,7 +261,7 @@ def make_executables(q_network: QNetwork, replay: Replay, staging: Staging, upda
         if args.compile:
             fn = CompiledStep(fn, device, cpp_wrapper)
         if args.cudagraphs:
-            fn = CudaGraphModule(fn, warmup=CUDAGRAPH_WARMUP)
+            fn = CudaGraphModule(fn, warmup=CUDAGRAPH_WARMUP, device=device)
         return fn
 
     return executable(greedy, False), executable(learn, True), executable(update, True)

@@ -359,17 +359,17 @@ EXACT_TANH = {"cpp.use_decompose_tanh": False}
 
 
 def make_executables(observe: Callable, update: Callable, act: Callable, args: Args, device: torch.device) -> Callable:
-    """The function ``advance(told, with_actor) -> actions``, compiled and captured as the flags say.
+    """The function ``advance(told_cpu, with_actor) -> actions``, compiled and captured as the flags say.
 
     It observes, takes an update for each element of ``with_actor`` (whether it trains the actor too), and acts: all as
-    one executable for at most one update, in parts for more.
+    one executable for at most one update, in parts for more. ``told_cpu`` is pinned where the device is a GPU.
     """
 
     def executable(fn: Callable) -> Callable:
         if args.compile:
             fn = CompiledStep(fn, device, **EXACT_TANH)
         if args.cudagraphs:
-            fn = CudaGraphModule(fn, warmup=CUDAGRAPH_WARMUP)
+            fn = CudaGraphModule(fn, warmup=CUDAGRAPH_WARMUP, device=device)
         return fn
 
     def step(with_actor: tuple[bool, ...], told: torch.Tensor) -> torch.Tensor:
@@ -383,7 +383,8 @@ def make_executables(observe: Callable, update: Callable, act: Callable, args: A
     just_observe, just_act = executable(observe), executable(act)
     updates = {flag: executable(partial(update, flag)) for flag in (False, True)}
 
-    def advance(told: torch.Tensor, with_actor: tuple[bool, ...]) -> torch.Tensor:
+    def advance(told_cpu: torch.Tensor, with_actor: tuple[bool, ...]) -> torch.Tensor:
+        told = told_cpu.to(device, non_blocking=True)
         if len(with_actor) <= 1:
             return steps[with_actor](told)
         just_observe(told)
@@ -398,7 +399,7 @@ def make_executables(observe: Callable, update: Callable, act: Callable, args: A
 
 
 @torch.no_grad()
-def main(args: Args) -> None:
+def main(args: Args, make_executables: Callable = make_executables, script_file: str = __file__) -> None:
     validate(args)
     device = resolve_device(args)
     set_cpu_numerics(args.num_threads or available_cores())
@@ -438,7 +439,7 @@ def main(args: Args) -> None:
         next_actions=last.actions,
     )
 
-    with Run(args, __file__, device, total_steps=args.total_timesteps // args.num_envs * args.num_envs) as run:
+    with Run(args, script_file, device, total_steps=args.total_timesteps // args.num_envs * args.num_envs) as run:
         schedule = state.resume(run)
 
         # What the environments say: next_obs, reward, termination, done.
@@ -453,7 +454,7 @@ def main(args: Args) -> None:
                 replay.size.clamp_(min=1)
                 for with_actor in schedule.patterns(args.policy_frequency):
                     for _ in range(WARMUP_CALLS if args.compile or args.cudagraphs else 1):
-                        advance(told_cpu.to(device), with_actor)
+                        advance(told_cpu, with_actor)
 
         # resets: whether an environment's next step only resets it (NEXT_STEP autoreset).
         obs, resets = start_envs(envs, episodes, run.resumed and run.resumed["envs"])
@@ -473,18 +474,17 @@ def main(args: Args) -> None:
             resets = dones
 
             told[:, :obs_dim], told[:, obs_dim], told[:, -2], told[:, -1] = next_obs, rewards, terminations, dones
-            told_device = told_cpu.to(device, non_blocking=True)
             due = schedule.due(run.global_step)
             if schedule.begins(run.global_step):
                 run.start_clock()
             if run.global_step < args.learning_starts:
-                observe(told_device)
+                observe(told_cpu.to(device, non_blocking=True))
                 actions = explore()
             else:
                 first = run.optimizer_steps + 1
                 run.optimizer_steps += due
                 with_actor = tuple(n % args.policy_frequency == 0 for n in range(first, first + due))
-                actions = advance(told_device, with_actor)
+                actions = advance(told_cpu, with_actor)
 
             if run.log_due():
                 run.log({f"losses/{n}": x for n, x in zip(LOSS_NAMES, losses.tolist(), strict=True)})

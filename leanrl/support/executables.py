@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 
 import torch
+import torch._dynamo
 import torch._inductor
 
 # CudaGraphModule runs eagerly this many times before it captures.
@@ -11,7 +12,13 @@ CUDAGRAPH_WARMUP = 3
 # Calls that take a function through compilation, capture and one replay.
 WARMUP_CALLS = CUDAGRAPH_WARMUP + 2
 
+# Functions of one code that a process may compile, each once; what Dynamo allows in all.
+RECOMPILE_LIMIT = torch._dynamo.config.accumulated_recompile_limit
+
+# Samples from PyTorch's own generator, so that a compiled run draws what an eager one draws.
+SAME_SAMPLES = {"fallback_random": True}
 CPU_OPTIONS = {
+    **SAME_SAMPLES,
     # Leaves out probe builds that ask whether the compiler knows AVX-512. Any that builds PyTorch's C++20 headers does.
     "cpp.vec_isa_ok": True,
     # A graph is one or a few C++ files: starting worker processes and precompiling PyTorch's headers for them takes
@@ -20,8 +27,6 @@ CPU_OPTIONS = {
     "cpp_cache_precompile_headers": False,
     # tanh from one exp instead of SLEEF's: a sixth of a small update, for an absolute error of 2e-7.
     "cpp.use_decompose_tanh": True,
-    # Samples from PyTorch's own generator, so that a compiled run draws what an eager one draws.
-    "fallback_random": True,
 }
 
 
@@ -62,7 +67,10 @@ class CompiledStep:
 
     def __call__(self, *args: torch.Tensor) -> torch.Tensor | None:
         if self._graph is None:
-            result = self._first_call(*args)
+            # Functions made by one factory share their code: Dynamo takes each for a recompilation of the first, and
+            # would refuse the ninth.
+            with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
+                result = self._first_call(*args)
             # Where the arguments and the result stand among the graph's inputs and outputs.
             places = [[i for i, x in enumerate(self._inputs) if x is arg] for arg in args]
             self._places = [(i, place) for i, found in enumerate(places) for place in found]
@@ -79,7 +87,7 @@ class CompiledStep:
 def compile_options(device: torch.device, cpp_wrapper: bool = True, **changes) -> dict:
     """TorchInductor's options for ``device``, those that this PyTorch knows."""
     if device.type != "cpu":
-        return {}
+        return SAME_SAMPLES.copy()
     known = set(torch._inductor.list_options())
     options = {"cpp_wrapper": cpp_wrapper, **CPU_OPTIONS, **changes}
     return {name: value for name, value in options.items() if name in known}
