@@ -9,7 +9,9 @@ usage() {
 ./run.sh test [--all]       the test suite; --all adds what is long (learning checks, repeated kills)
 ./run.sh bench [FLAGS]      ours against Stable-Baselines3 and SBX, in turn in one run (installs them first)
 ./run.sh SCRIPT [FLAGS]     a training script, e.g. ./run.sh ppo_continuous_action_torchcompile --compile
-./run.sh TOOL [FLAGS]       compare, evaluate, plot, peers, ablate, parts, scaling, reproduce, timeline or benchmark
+./run.sh gpu [FLAGS]        on a GPU: checks, then the speed of every script in every mode, in 10 minutes
+./run.sh TOOL [FLAGS]       compare, evaluate, plot, peers, ablate, parts, scaling, reproduce, timeline, benchmark or
+                            plan_layout
 ./run.sh SCRIPT --help      what a script or tool takes
 
 Environment variables:
@@ -79,7 +81,8 @@ case $command in
   ;;
 test)
   install "" mujoco envpool hub dev
-  exec .venv/bin/python -m pytest "$@"
+  # A worker for each core; a test file stays with one, for the runs that its tests share.
+  exec .venv/bin/python -m pytest --numprocesses=logical --dist=loadfile "$@"
   ;;
 bench)
   install "" mujoco envpool dev peers
@@ -95,7 +98,11 @@ bench)
     exec .venv/bin/python "leanrl/$name.py" "$@"
   elif grep -qs run_tool "leanrl/tools/$name.py"; then
     install "" mujoco
-    case $name in plot) install dev ;; ablate | scaling | reproduce | benchmark) install envpool ;; peers) install envpool peers ;; esac
+    case $name in
+    plot) install dev ;;
+    ablate | scaling | reproduce | benchmark | plan_layout) install envpool ;;
+    peers) install envpool peers ;;
+    esac
     exec .venv/bin/python -m "leanrl.tools.$name" "$@"
   fi
   die "no script or tool is called $command; ./run.sh --help lists what there is"

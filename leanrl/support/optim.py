@@ -3,6 +3,8 @@
 import torch
 import torch.nn as nn
 
+from leanrl.support.inductor import computed_once
+
 
 class FlatParameters:
     """A module's parameters as one vector (they become views of it, at addresses that never change).
@@ -139,14 +141,6 @@ class FlatRMSProp(FlatParameters):
             self.square_avg.copy_(torch.cat([state[i]["square_avg"].reshape(-1) for i in range(len(self.names))]))
             self.num_steps.fill_(float(state[0]["step"]))
         self.lr.fill_(float(state_dict["param_groups"][0]["lr"]))
-
-
-def computed_once(scalar: torch.Tensor) -> torch.Tensor:
-    """``scalar`` [1], which TorchInductor is to compute once, not again for every vector of the loop that uses it.
-
-    It inlines elementwise work into the loops of its consumers, powers in float64 too. A strided view needs memory.
-    """
-    return scalar.as_strided((1,), (1,))
 
 
 def clip_grad_norm(grad: torch.Tensor, max_norm: float) -> torch.Tensor:
