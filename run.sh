@@ -9,7 +9,7 @@ usage() {
 ./run.sh test [--all]       the test suite; --all adds what is long (learning checks, repeated kills)
 ./run.sh bench [FLAGS]      ours against Stable-Baselines3 and SBX, in turn in one run (installs them first)
 ./run.sh SCRIPT [FLAGS]     a training script, e.g. ./run.sh ppo_continuous_action_torchcompile --compile
-./run.sh TOOL [FLAGS]       compare, evaluate, plot, peers, ablate, parts or scaling
+./run.sh TOOL [FLAGS]       compare, evaluate, plot, peers, ablate, parts, parts_atari or scaling
 ./run.sh SCRIPT --help      what a script or tool takes
 
 Environment variables:
@@ -89,11 +89,13 @@ bench)
   name=$(basename "$command" .py)
   if [ -f "leanrl/$name.py" ] && [ "$name" != __init__ ]; then
     install "" mujoco
-    case " $* " in *" envpool "* | *=envpool*) install envpool ;; esac
+    case " $name $* " in *" envpool "* | *=envpool* | *atari*) install envpool ;; esac
     exec .venv/bin/python "leanrl/$name.py" "$@"
   elif grep -qs run_tool "leanrl/tools/$name.py"; then
     install "" mujoco
-    case $name in plot) install dev ;; ablate | scaling) install envpool ;; peers) install envpool peers ;; esac
+    case $name in plot) install dev ;; peers) install envpool peers ;; ablate | scaling | parts_atari) install envpool ;; esac
+    # Where a script of Atari is named, or runs of one.
+    case "$*" in *atari*) install envpool ;; esac
     exec .venv/bin/python -m "leanrl.tools.$name" "$@"
   fi
   die "no script or tool is called $command; ./run.sh --help lists what there is"

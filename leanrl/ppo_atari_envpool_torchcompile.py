@@ -124,40 +124,62 @@ def layer_init(layer: nn.Module, std: float = np.sqrt(2), bias_const: float = 0.
     return layer
 
 
+class Conv(nn.Module):
+    """A convolution of images [B, H, W, C]. Its kernels are kept as [out, H, W, in], as they are used."""
+
+    def __init__(self, kernels: torch.Tensor, bias: nn.Parameter, stride: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(kernels.detach().contiguous())
+        self.bias = bias
+        self.stride = stride
+
+    def forward(self, images: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        """The convolution of ``scale * images``. The kernels are scaled: they are fewer numbers."""
+        kernels = (self.weight * scale if scale != 1.0 else self.weight).permute(0, 3, 1, 2)
+        return F.conv2d(images.permute(0, 3, 1, 2), kernels, self.bias, self.stride).permute(0, 2, 3, 1)
+
+
+def blocks_of_4(images: torch.Tensor) -> torch.Tensor:
+    """[B, C, H, W] -> [B, H / 4, W / 4, C * 4 * 4]: blocks of 4 x 4 pixels, each with all that it holds as channels."""
+    batch, channels, height, width = images.shape
+    blocks = images.view(batch, channels, height // 4, 4, width // 4, 4).permute(0, 2, 4, 1, 3, 5)
+    return blocks.reshape(batch, height // 4, width // 4, channels * 16)
+
+
 class Agent(nn.Module):
-    """The network of https://doi.org/10.1038/nature14236, shared by a policy's and a value's head."""
+    """The network of https://doi.org/10.1038/nature14236, shared by a policy's and a value's head.
+
+    From one seed it computes what the reference's does, but keeps its parameters in the order in which they are used.
+    """
 
     def __init__(self, num_actions: int) -> None:
         super().__init__()
-        self.network = nn.Sequential(
+        first, second, third = (
             layer_init(nn.Conv2d(4, 32, 8, stride=4)),
-            nn.ReLU(),
             layer_init(nn.Conv2d(32, 64, 4, stride=2)),
-            nn.ReLU(),
             layer_init(nn.Conv2d(64, 64, 3, stride=1)),
-            nn.ReLU(),
-            nn.Flatten(),
-            layer_init(nn.Linear(64 * 7 * 7, 512)),
-            nn.ReLU(),
         )
+        # Of blocks, a kernel of 8 x 8 pixels has 2 x 2, and a stride of 4 pixels is one of 1.
+        self.conv1 = Conv(blocks_of_4(first.weight), first.bias, stride=1)
+        self.conv2 = Conv(second.weight.permute(0, 2, 3, 1), second.bias, stride=2)
+        self.conv3 = Conv(third.weight.permute(0, 2, 3, 1), third.bias, stride=1)
+        self.linear = layer_init(nn.Linear(64 * 7 * 7, 512))
+        self.linear.weight.data = self.linear.weight.data.view(512, 64, 49).mT.reshape(512, -1)
         self.actor = layer_init(nn.Linear(512, num_actions), std=0.01)
         self.critic = layer_init(nn.Linear(512, 1), std=1.0)
 
     @staticmethod
     def pack(obs: torch.Tensor) -> torch.Tensor:
-        """uint8 [B, 4, 84, 84] -> [B, 21, 21, 64], blocks of 4 x 4 pixels of each of the 4 frames"""
-        blocks = obs.view(-1, 4, 21, 4, 21, 4).permute(0, 2, 4, 1, 3, 5)
-        return blocks.reshape(-1, 21, 21, 64)
+        """Observations uint8 [B, 4, 84, 84], as they are kept: [B, 21, 21, 64]"""
+        # Four pixels of a row are one number here, a quarter as many to move.
+        rows = obs.view(torch.int32).view(-1, 4, 21, 4, 21).permute(0, 2, 4, 1, 3)
+        return rows.reshape(-1, 21, 21, 16).view(torch.uint8)
 
     def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Packed uint8 [B, 21, 21, 64] -> logits of the actions [B, num_actions], value [B]"""
-        first, *others = self.network
-        # 8 x 8 pixels are 2 x 2 blocks, the stride of 4 pixels is one of 1 block. A fraction of 255 as in the
-        # reference: of the 8,192 weights here, not of the pixels.
-        weight = first.weight.view(-1, 4, 2, 4, 2, 4).permute(0, 1, 3, 5, 2, 4).reshape(-1, 64, 2, 2) / 255.0
-        hidden = F.conv2d(obs.permute(0, 3, 1, 2).float(), weight, first.bias)
-        for layer in others:
-            hidden = layer(hidden)
+        hidden = F.relu(self.conv1(obs.float(), scale=1 / 255))
+        hidden = F.relu(self.conv3(F.relu(self.conv2(hidden))))
+        hidden = F.relu(self.linear(hidden.flatten(1)))
         # A value in bf16 would have three digits.
         with torch.autocast(obs.device.type, enabled=False):
             hidden = hidden.float()
@@ -338,14 +360,29 @@ def make_update(agent: Agent, optimizer: FlatAdam, rollout: Rollout, args: Args)
 # ------------------------------------------------------------------------------------------------------------ ACTING
 
 
-def make_policy_step(agent: Agent, rollout: Rollout, args: Args) -> Callable:
-    """The function ``policy_step(obs) -> actions`` that writes one group's step, [n, ...] -> [n], to the next row."""
+def make_policy_step(agent: Agent, rollout: Rollout, args: Args) -> tuple[Callable, Callable]:
+    """The functions that act.
+
+    Returns:
+        ``policy_step(obs)``: [n, ...] -> actions [n] of one group, whose step it writes to the rollout's next row;
+        ``start()``: to be called before each rollout, takes the learner's parameters and draws the noise.
+    """
     device_type = rollout.obs.device.type
+    rounded = {}
+    if args.amp == "bf16":
+        # Matrices are rounded once a rollout, which autocast would do at every step.
+        rounded = {n: p.detach().bfloat16() for n, p in agent.named_parameters() if n == "linear.weight"}
+
+    def start() -> None:
+        for name, copy in rounded.items():
+            copy.copy_(agent.get_parameter(name))
+        rollout.noise.exponential_().log_().neg_()
+        rollout.row.zero_()
 
     def policy_step(obs: torch.Tensor) -> torch.Tensor:
         packed = agent.pack(obs)
         with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
-            logits, value = agent(packed)
+            logits, value = torch.func.functional_call(agent, rounded, (packed,))
         # A sample of the softmax: https://en.wikipedia.org/wiki/Gumbel_distribution#Gumbel_reparameterization_tricks
         actions = (logits + rollout.noise.index_select(0, rollout.row).squeeze(0)).argmax(1)
         logprobs = F.log_softmax(logits, 1).gather(1, actions.unsqueeze(1)).squeeze(1)
@@ -359,7 +396,7 @@ def make_policy_step(agent: Agent, rollout: Rollout, args: Args) -> Callable:
         rollout.row.add_(1)
         return actions
 
-    return policy_step
+    return policy_step, start
 
 
 def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
@@ -413,7 +450,7 @@ def main(args: Args) -> None:
         for group in groups
     ]
     if args.capture_video:
-        require_video(args.env_id)
+        require_video(args.env_id, PROTOCOL)
     num_actions = int(pools[0].single_action_space.n)
 
     seed_everything(args.seed)
@@ -421,7 +458,7 @@ def main(args: Args) -> None:
     optimizer = FlatAdam(agent, lr=args.learning_rate, eps=1e-5)
     next_obs = [torch.from_numpy(pool.reset()[0]) for pool in pools]
     rollout = Rollout.allocate(agent.pack(next_obs[0].to(device)), num_actions, args)
-    policy_step = make_policy_step(agent, rollout, args)
+    policy_step, start_rollout = make_policy_step(agent, rollout, args)
     update = make_update(agent, optimizer, rollout, args)
     policy_step, update = make_executables(policy_step, update, args, device)
     games = EpisodeStatistics(args.num_envs)
@@ -458,8 +495,7 @@ def main(args: Args) -> None:
 
             # A second thread of PyTorch's would wait for work by spinning, on a core that the environments need.
             torch.set_num_threads(1)
-            rollout.noise.exponential_().log_().neg_()
-            rollout.row.zero_()
+            start_rollout()
             for pool, obs in zip(pools, next_obs, strict=True):
                 pool.send(policy_step(obs.to(device)).cpu().numpy())
             for step in range(args.num_steps):
