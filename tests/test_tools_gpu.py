@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -64,12 +65,27 @@ def test_every_plan_names_scripts_and_modes_that_there_are(monkeypatch):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """A check and a measurement of one algorithm, in processes of their own."""
+    """A check of one algorithm, in processes of its own, and a measurement in this one."""
     folder = tmp_path_factory.mktemp("gpu")
     results = Results(folder, CPU)
     results.checks = check([PLAN], CPU, folder / "runs", Deadline.within(120))
-    measure([MEASURED], 1, CPU, folder / "runs", Deadline.within(120), results)
+
+    def run_trial(contender, seed, runs_dir, deadline):
+        _, script, *flags = contender.command
+        name = Path(script).stem
+        trial = Trial(contender.label, seed, [], str(runs_dir / name), run(name, *flags, *at(runs_dir, name)))
+        trial.read()
+        return trial
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu, "run_trial", run_trial)
+        measure([MEASURED], 1, CPU, folder / "runs", Deadline.within(120), results)
     return results, folder
+
+
+def at(runs_dir: Path, name: str) -> list[str]:
+    """Flags for a run directory."""
+    return [f"--runs-dir={runs_dir}", f"--run-name={name}"]
 
 
 def test_checks_tell_equal_training_and_what_failed(results):
@@ -105,7 +121,7 @@ def test_training_that_differs_fails(tmp_path):
     """Another seed's parameters are not rounding."""
     runs = []
     for seed in (1, 2):
-        assert run(SIBLING, *PLAN.check_flags, f"--runs-dir={tmp_path}", f"--run-name={seed}", f"--seed={seed}") == 0
+        assert run(SIBLING, *PLAN.check_flags, *at(tmp_path, str(seed)), f"--seed={seed}") == 0
         runs.append(Trial(SIBLING, seed, [], str(tmp_path / str(seed)), exit_code=0))
         runs[-1].read()
     ours, theirs = runs

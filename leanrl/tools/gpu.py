@@ -11,6 +11,7 @@ takes up where this one has stopped them.
 """
 
 import functools
+import math
 import os
 import statistics
 import sys
@@ -425,9 +426,11 @@ def draw_speeds(trials: Sequence[Trial], families: Sequence[Sequence[str]]):
     """Bars of steps per second, one panel a family; the factors are those over its first label, the reference."""
     from matplotlib.figure import Figure  # not pyplot, which would look for a screen
 
+    columns = min(2, len(families))
+    lines = math.ceil(len(families) / columns)
     height = 1.0 + 0.75 * max(map(len, families))
-    figure = Figure(figsize=(14, height * ((len(families) + 1) // 2)), layout="constrained", dpi=120)
-    panels = figure.subplots((len(families) + 1) // 2, 2, squeeze=False).flatten()
+    figure = Figure(figsize=(7 * columns, height * lines), layout="constrained", dpi=120)
+    panels = figure.subplots(lines, columns, squeeze=False).flatten()
     for axes, labels in zip(panels, families, strict=False):
         rows = [row for row in compare.summarize(trials, labels) if row["sps"]]
         draw_bars(
