@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from scripts import run, tiny
 from test_tools_compare import cells, run_tool_in_process
 
 from leanrl.support.tracking import read_metrics
-from leanrl.tools import gpu, gpu_checks, trials
+from leanrl.tools import gpu, gpu_checks, gpu_learn, trials
 from leanrl.tools.gpu import Plan, Results, against_eager, check, measure
 from leanrl.tools.trials import Deadline, Trial
 
@@ -64,12 +65,27 @@ def test_every_plan_names_scripts_and_modes_that_there_are(monkeypatch):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """A check and a measurement of one algorithm, in processes of their own."""
+    """A check of one algorithm, in processes of its own, and a measurement in this one."""
     folder = tmp_path_factory.mktemp("gpu")
     results = Results(folder, CPU)
     results.checks = check([PLAN], CPU, folder / "runs", Deadline.within(120))
-    measure([MEASURED], 1, CPU, folder / "runs", Deadline.within(120), results)
+
+    def run_trial(contender, seed, runs_dir, deadline):
+        _, script, *flags = contender.command
+        name = Path(script).stem
+        trial = Trial(contender.label, seed, [], str(runs_dir / name), run(name, *flags, *at(runs_dir, name)))
+        trial.read()
+        return trial
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu, "run_trial", run_trial)
+        measure([MEASURED], 1, CPU, folder / "runs", Deadline.within(120), results)
     return results, folder
+
+
+def at(runs_dir: Path, name: str) -> list[str]:
+    """Flags for a run directory."""
+    return [f"--runs-dir={runs_dir}", f"--run-name={name}"]
 
 
 def test_checks_tell_equal_training_and_what_failed(results):
@@ -105,7 +121,7 @@ def test_training_that_differs_fails(tmp_path):
     """Another seed's parameters are not rounding."""
     runs = []
     for seed in (1, 2):
-        assert run(SIBLING, *PLAN.check_flags, f"--runs-dir={tmp_path}", f"--run-name={seed}", f"--seed={seed}") == 0
+        assert run(SIBLING, *PLAN.check_flags, *at(tmp_path, str(seed)), f"--seed={seed}") == 0
         runs.append(Trial(SIBLING, seed, [], str(tmp_path / str(seed)), exit_code=0))
         runs[-1].read()
     ours, theirs = runs
@@ -150,11 +166,14 @@ class AtTheFirstLogPoint:
 
 def test_learning_starts_once_and_then_resumes(tmp_path, monkeypatch):
     commands = []
-    monkeypatch.setattr(
-        gpu, "run_child", lambda command, deadline, output: (commands.append(command[1:]), (0, None))[1]
-    )
+
+    def run_child(command, deadline, output):
+        commands.append(command[1:])
+        return 0, None
+
+    monkeypatch.setattr(gpu_learn, "run_child", run_child)
     for _ in range(2):
-        assert gpu.learn_on(RUNG, 3, gpu.Args(learn_timesteps=5000), tmp_path, Deadline.within(1)) == 0
+        assert gpu_learn.learn_on(RUNG, 3, 5000, tmp_path, Deadline.within(1)) == 0
         (tmp_path / f"{RUNG}__3").mkdir(exist_ok=True)
         (tmp_path / f"{RUNG}__3" / "args.json").touch()
     (script, *first), (_, *second) = commands
@@ -164,19 +183,17 @@ def test_learning_starts_once_and_then_resumes(tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_learning_runs_stop_in_time_and_go_on(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(gpu, "LEARNING", (RUNG,))
-    monkeypatch.setattr(gpu, "LEARNING_FLAGS", tuple(TINY))
+    monkeypatch.setattr(gpu_learn, "LEARNING", (RUNG,))
+    monkeypatch.setattr(gpu_learn, "LEARNING_FLAGS", tuple(TINY))
     runs_dir, out = tmp_path / "runs", tmp_path
-    args = gpu.Args(seeds=(1,), learn_timesteps=10**6)
     with pytest.MonkeyPatch.context() as patch:
         deadline = AtTheFirstLogPoint(runs_dir / f"{RUNG}__1")
-        patch.setattr(gpu, "Deadline", SimpleNamespace(within=lambda seconds: deadline))
-        assert gpu.learn(args, CPU, runs_dir, out) == 0
+        patch.setattr(gpu_learn, "Deadline", SimpleNamespace(within=lambda seconds: deadline))
+        assert gpu_learn.learn([1], 10**6, 60.0, CPU, runs_dir, out) == 0
     (left,) = json.loads((out / "learn.json").read_text())["runs"]
     step = left["summary"]["global_step"]
     assert left["summary"]["interrupted"] and step > 0 and "interrupted" in (out / "learn.md").read_text()
-    args.learn_timesteps = step + 64
-    assert gpu.learn(args, CPU, runs_dir, out) == 0
+    assert gpu_learn.learn([1], step + 64, 120.0, CPU, runs_dir, out) == 0
     (left,) = json.loads((out / "learn.json").read_text())["runs"]
     assert left["summary"]["global_step"] == step + 64 and not left["summary"]["interrupted"]
     assert (out / "learn.png").stat().st_size > 10_000 and "done" in capsys.readouterr().out

@@ -32,6 +32,9 @@ RESERVED_FLAGS = ("--total-timesteps", "--seed", "--run-name", "--runs-dir", "--
 # A child asked to stop finishes its update first, or its compilation; past this it is killed.
 STOP_SECONDS = 20
 
+# What is told of the output of a run that failed.
+LOG_LINES = 20
+
 # How often a child's memory and its deadline are looked at while it runs.
 MEMORY_SECONDS = 0.25
 
@@ -325,6 +328,11 @@ def stop(child: subprocess.Popen) -> None:
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()
+
+
+def end_of(log: Path) -> str:
+    """The last lines of what a child printed."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:]) if log.exists() else ""
 
 
 def read_json(path: Path) -> dict:

@@ -1,0 +1,91 @@
+"""What is captured as a CUDA graph stays on its device: seen here on the meta device, whose tensors are no CPU's."""
+
+import importlib
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from leanrl.support.optim import FlatAdam
+from leanrl.support.replay import LastStep, Replay
+
+META, CPU = torch.device("meta"), torch.device("cpu")
+OBS_DIM, NUM_ENVS = 5, 3
+LOW, HIGH = np.float32([-3.0, -0.4]), np.float32([3.0, 0.2])
+
+
+class Watch(TorchDispatchMode):
+    """Counts operations, and keeps those that see a CPU's tensor or read a number, which a capture refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.off_device = 0, []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        self.count += 1
+        seen = {x.device.type for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)}
+        if seen - {"meta"} or operation is torch.ops.aten._local_scalar_dense.default:
+            self.off_device.append(str(operation))
+        return result
+
+
+def off_policy(name: str, *networks: str):
+    script = importlib.import_module(f"leanrl.{name}")
+    sizes = {"Actor": (OBS_DIM, LOW, HIGH), "Critics": (OBS_DIM, len(LOW)), "Temperature": (1.0,)}
+    optimizers = [FlatAdam(getattr(script, n)(*sizes[n]).to(META), lr=1e-3, eps=1e-8) for n in networks]
+    replay = Replay(100, OBS_DIM, len(LOW), META)
+    last = LastStep.allocate(NUM_ENVS, OBS_DIM, len(LOW), META)
+    targets = [optimizer.params.clone() for optimizer in (optimizers[:2] if len(networks) == 2 else optimizers[1:2])]
+    update, _ = script.make_update(*optimizers, *targets, replay, script.Args())
+    options = [script.Args()] if len(networks) == 2 else []
+    observe, act, _ = script.make_acting(optimizers[0], replay, last, *options)
+    told = torch.zeros(NUM_ENVS, OBS_DIM + 3, device=META)
+    return [lambda: observe(told), lambda: update(False), lambda: update(True), act]
+
+
+def td3():
+    return off_policy("td3_continuous_action_torchcompile", "Actor", "Critics")
+
+
+def sac():
+    return off_policy("sac_continuous_action_torchcompile", "Actor", "Critics", "Temperature")
+
+
+def dqn():
+    script = importlib.import_module("leanrl.dqn_torchcompile")
+    network = script.QNetwork(OBS_DIM, 3).to(META)
+    optimizer, replay = FlatAdam(network, lr=1e-3, eps=1e-8), Replay(100, OBS_DIM, 1, META)
+    staging = script.Staging(4, NUM_ENVS, OBS_DIM, CPU)
+    rows, obs = staging.take().to(META), torch.zeros(NUM_ENVS, OBS_DIM, device=META)
+    update, _ = script.make_update(optimizer, optimizer.params.clone(), replay, script.Args())
+    greedy, learn, update = script.make_executables(network, replay, staging, update, script.Args())
+    return [lambda: greedy(obs), lambda: learn(rows), update]
+
+
+def ppo():
+    script = importlib.import_module("leanrl.ppo_continuous_action_torchcompile")
+    agent = script.Agent(OBS_DIM, len(LOW)).to(META)
+    rollout = script.Rollout.allocate(16, NUM_ENVS, OBS_DIM, len(LOW), META)
+    moments = script.RunningMoments.start((OBS_DIM,), META)
+    *_, policy_step = script.make_policy(agent, moments, rollout, LOW, HIGH, as_sums=False)
+    update = script.make_update(agent, FlatAdam(agent, lr=1e-3, eps=1e-5), rollout, script.Args())
+    obs = torch.zeros(NUM_ENVS, OBS_DIM, dtype=torch.float64, device=META)
+    inds = torch.arange(8, device=META)
+    return [lambda: policy_step(obs), lambda: update(inds)]
+
+
+@pytest.mark.parametrize("make", [td3, sac, dqn, ppo], ids=lambda make: make.__name__)
+@torch.no_grad()
+def test_nothing_leaves_the_device(make, monkeypatch):
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # has no meta device
+    for captured in make():
+        with Watch() as watch:
+            captured()
+        assert watch.count > 5 and not watch.off_device
+    with Watch() as watch:  # and what does leave it is seen
+        torch.zeros(3).to(META)
+    assert watch.off_device
