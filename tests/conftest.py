@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from scripts import SCRIPTS, run, start_process, tiny
+from scripts import LONG_SCRIPTS, SCRIPTS, run, start_process, tiny
 
 
 def pytest_addoption(parser):
@@ -28,7 +28,10 @@ def no_restart(monkeypatch):
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
 
 
-@pytest.fixture(scope="session", params=SCRIPTS)
+@pytest.fixture(
+    scope="session",
+    params=[pytest.param(name, marks=pytest.mark.long) if name in LONG_SCRIPTS else name for name in SCRIPTS],
+)
 def script(request):
     """Each training script in turn."""
     return request.param

@@ -26,6 +26,8 @@ OFF_POLICY = [name for r in OFF_POLICY_REFERENCES for name in (r, f"{r}_torchcom
 SCRIPTS = ON_POLICY + OFF_POLICY
 ATARI = [name for name in ON_POLICY if "atari" in name]
 FAST_SCRIPTS = [name for name in SCRIPTS if name.endswith("_torchcompile")]
+# What support/ does for it, it does for its fast rung too, which takes half the time.
+LONG_SCRIPTS = ["ppo_atari_envpool"]
 # One of each kind, for what all scripts leave to support/.
 KINDS = ["ppo_continuous_action", "td3_continuous_action_torchcompile"]
 

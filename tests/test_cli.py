@@ -293,7 +293,7 @@ def test_summary_json(finished_run, script):
     expected |= {"compile": False, "cudagraphs": False, "interrupted": False}
     expected |= {"global_step": 1920, "optimizer_steps": tiny_optimizer_steps(script, 1920)}
     assert {key: result[key] for key in expected} == expected
-    assert 10 < result["episodes"] < 500 and 0 < result["episodic_return"] < 500
+    assert 5 < result["episodes"] < 500 and 0 < result["episodic_return"] < 500
     assert 0 <= result["warmup_seconds"] < result["wall_seconds"]
     # The steps before the first update, 56 at most, are warm-up.
     assert (result["global_step"] - 56) / result["wall_seconds"] <= result["sps"]
