@@ -9,7 +9,9 @@ usage() {
 ./run.sh test [--all]       the test suite; --all adds what is long (learning checks, repeated kills)
 ./run.sh bench [FLAGS]      ours against Stable-Baselines3 and SBX, in turn in one run (installs them first)
 ./run.sh SCRIPT [FLAGS]     a training script, e.g. ./run.sh ppo_continuous_action_torchcompile --compile
-./run.sh TOOL [FLAGS]       compare, evaluate, plot, peers, ablate, parts, parts_atari or scaling
+./run.sh gpu [FLAGS]        on a GPU: checks, then the speed of every script in every mode, in 10 minutes
+./run.sh TOOL [FLAGS]       compare, evaluate, plot, peers, ablate, parts, parts_atari, scaling, reproduce, timeline,
+                            benchmark or plan_layout
 ./run.sh SCRIPT --help      what a script or tool takes
 
 Environment variables:
@@ -78,8 +80,9 @@ case $command in
   usage
   ;;
 test)
-  install "" mujoco envpool dev
-  exec .venv/bin/python -m pytest "$@"
+  install "" mujoco envpool hub dev
+  # A worker for each core; a test file stays with one, for the runs that its tests share.
+  exec .venv/bin/python -m pytest --numprocesses=logical --dist=loadfile "$@"
   ;;
 bench)
   install "" mujoco envpool dev peers
@@ -89,13 +92,18 @@ bench)
   name=$(basename "$command" .py)
   if [ -f "leanrl/$name.py" ] && [ "$name" != __init__ ]; then
     install "" mujoco
-    case " $name $* " in *" envpool "* | *=envpool* | *atari*) install envpool ;; esac
+    # EnvPool where a script, a flag or a run is named that is about it.
+    case " $name $* " in *envpool* | *atari* | *cleanba*) install envpool ;; esac
+    case " $* " in *" --upload-model "*) install hub ;; esac
     exec .venv/bin/python "leanrl/$name.py" "$@"
   elif grep -qs run_tool "leanrl/tools/$name.py"; then
     install "" mujoco
-    case $name in plot) install dev ;; peers) install envpool peers ;; ablate | scaling | parts_atari) install envpool ;; esac
-    # Where a script of Atari is named, or runs of one.
-    case "$*" in *atari*) install envpool ;; esac
+    case $name in
+    plot) install dev ;;
+    ablate | scaling | parts_atari | reproduce | benchmark | plan_layout) install envpool ;;
+    peers) install envpool peers ;;
+    *) case "$*" in *envpool* | *atari* | *cleanba*) install envpool ;; esac ;;
+    esac
     exec .venv/bin/python -m "leanrl.tools.$name" "$@"
   fi
   die "no script or tool is called $command; ./run.sh --help lists what there is"

@@ -25,13 +25,13 @@ import torch.nn.functional as F
 from leanrl.support.checkpoints import resumed_step
 from leanrl.support.cli import RunArgs, run_script
 from leanrl.support.devices import resolve_device, set_cpu_numerics
-from leanrl.support.envs import make_envs, require_discrete_actions, save_envs, start_envs
+from leanrl.support.envs import make_envs, require_discrete_actions, start_envs
 from leanrl.support.episodes import EpisodeStatistics
-from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
+from leanrl.support.errors import require_at_least, require_positive, require_unit_interval
 from leanrl.support.evaluation import record_video, require_video
+from leanrl.support.off_policy import OffPolicyState, require_off_policy
 from leanrl.support.replay import Batch, Replay
 from leanrl.support.run import Run, seed_everything
-from leanrl.support.schedule import UpdateSchedule
 
 
 @dataclass
@@ -81,19 +81,10 @@ class Args(RunArgs):
 
 def validate(args: Args) -> None:
     """Raises UsageError on the first argument that cannot work."""
-    require_at_least(args, 1, "total_timesteps", "num_envs", "buffer_size", "batch_size", "target_network_frequency")
-    require_at_least(args, 1, "num_threads", "log_every", "checkpoint_every")
-    require_at_least(args, 0, "seed", "learning_starts")
-    require_positive(args, "learning_rate", "updates_per_step", "exploration_fraction")
-    require_unit_interval(args, "gamma", "tau", "start_e", "end_e")
-    if args.total_timesteps < args.num_envs:
-        raise bad("total_timesteps", args.total_timesteps, f"is less than one step of {args.num_envs} environments")
-    if args.buffer_size < args.num_envs:
-        raise bad("buffer_size", args.buffer_size, f"does not hold one step of {args.num_envs} environments")
-    if args.learning_starts >= args.total_timesteps:
-        raise bad(
-            "learning_starts", args.learning_starts, f"leaves nothing of {args.total_timesteps} steps to learn in"
-        )
+    require_off_policy(args)
+    require_at_least(args, 1, "target_network_frequency")
+    require_positive(args, "learning_rate", "exploration_fraction")
+    require_unit_interval(args, "start_e", "end_e")
 
 
 # ---------------------------------------------------------------------------------------------------------- NETWORKS
@@ -215,31 +206,22 @@ def main(args: Args) -> None:
     replay = Replay(args.buffer_size, obs_dim, 1, device)
     update, losses = make_update(q_network, target_network, optimizer, replay, args)
     episodes = EpisodeStatistics(args.num_envs)
-    parts = {"q_network": q_network, "target_network": target_network, "optimizer": optimizer}
-
-    def state_dict() -> dict:
-        return {
-            **{name: part.state_dict() for name, part in parts.items()},
-            "losses": losses.clone(),
-            "replay": replay.state_dict() if args.checkpoint_replay else None,
-            "envs": save_envs(envs, episodes),
-        }
+    state = OffPolicyState(
+        args,
+        replay,
+        envs,
+        episodes,
+        q_network=q_network,
+        target_network=target_network,
+        optimizer=optimizer,
+        losses=losses,
+    )
 
     with Run(args, __file__, device, total_steps=args.total_timesteps // args.num_envs * args.num_envs) as run:
-        saved = run.resumed
-        learning_starts = args.learning_starts
-        if saved is not None:
-            for name, part in parts.items():
-                part.load_state_dict(saved[name])
-            losses.copy_(saved["losses"])
-            if saved["replay"] is not None:
-                replay.load_state_dict(saved["replay"])
-            else:
-                learning_starts = run.global_step + max(args.learning_starts, args.batch_size)
-        schedule = UpdateSchedule(args.num_envs, learning_starts, args.updates_per_step)
+        schedule = state.resume(run)
 
         # resets: whether an environment's next step only resets it (NEXT_STEP autoreset).
-        obs, resets = start_envs(envs, episodes, saved and saved["envs"])
+        obs, resets = start_envs(envs, episodes, run.resumed and run.resumed["envs"])
         obs = torch.as_tensor(obs, dtype=torch.float32, device=device)
         run.restore_rng()
         run.start_clock()
@@ -257,21 +239,21 @@ def main(args: Args) -> None:
             obs, resets = next_obs, dones
 
             due = schedule.due(run.global_step)
-            if due and not run.optimizer_steps:
+            if schedule.begins(run.global_step):
                 run.start_clock()
             for _ in range(due):
                 run.optimizer_steps += 1
                 update()
-            if run.optimizer_steps and run.global_step % args.target_network_frequency < args.num_envs:
+            if run.global_step % args.target_network_frequency < args.num_envs:
                 update_target(q_network, target_network, args.tau)
 
             if run.log_due():
                 named = {f"losses/{n}": x for n, x in zip(LOSS_NAMES, losses.tolist(), strict=True)}
                 run.log({"charts/epsilon": epsilon, **named})
             if run.checkpoint_due():
-                run.checkpoint(state_dict())
+                run.checkpoint(state.state_dict())
 
-        run.finish(state_dict())
+        run.finish(state.state_dict())
         if args.save_model or args.capture_video:
             run.save_model({"q_network": q_network.state_dict()})
             if args.capture_video:

@@ -31,15 +31,16 @@ from tensordict.nn import CudaGraphModule
 from leanrl.support.checkpoints import resumed_step
 from leanrl.support.cli import RunArgs, run_script
 from leanrl.support.devices import resolve_device, set_cpu_numerics
-from leanrl.support.envs import EnvBackend, make_envs, require_discrete_actions, save_envs, start_envs
+from leanrl.support.envs import EnvBackend, make_envs, require_discrete_actions, start_envs
 from leanrl.support.episodes import EpisodeStatistics
-from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
+from leanrl.support.errors import require_at_least, require_positive, require_unit_interval
 from leanrl.support.evaluation import record_video, require_video
 from leanrl.support.executables import CUDAGRAPH_WARMUP, WARMUP_CALLS, CompiledStep, untouched
+from leanrl.support.inductor import mlp_as_sums
+from leanrl.support.off_policy import OffPolicyState, require_off_policy
 from leanrl.support.optim import FlatAdam
 from leanrl.support.replay import Batch, Replay
 from leanrl.support.run import Run, seed_everything
-from leanrl.support.schedule import UpdateSchedule
 
 
 @dataclass
@@ -96,19 +97,10 @@ class Args(RunArgs):
 
 def validate(args: Args) -> None:
     """Raises UsageError on the first argument that cannot work."""
-    require_at_least(args, 1, "total_timesteps", "num_envs", "buffer_size", "batch_size", "target_network_frequency")
-    require_at_least(args, 1, "num_threads", "log_every", "checkpoint_every")
-    require_at_least(args, 0, "seed", "learning_starts")
-    require_positive(args, "learning_rate", "updates_per_step", "exploration_fraction")
-    require_unit_interval(args, "gamma", "tau", "start_e", "end_e")
-    if args.total_timesteps < args.num_envs:
-        raise bad("total_timesteps", args.total_timesteps, f"is less than one step of {args.num_envs} environments")
-    if args.buffer_size < args.num_envs:
-        raise bad("buffer_size", args.buffer_size, f"does not hold one step of {args.num_envs} environments")
-    if args.learning_starts >= args.total_timesteps:
-        raise bad(
-            "learning_starts", args.learning_starts, f"leaves nothing of {args.total_timesteps} steps to learn in"
-        )
+    require_off_policy(args)
+    require_at_least(args, 1, "target_network_frequency")
+    require_positive(args, "learning_rate", "exploration_fraction")
+    require_unit_interval(args, "start_e", "end_e")
 
 
 # ---------------------------------------------------------------------------------------------------------- NETWORKS
@@ -200,6 +192,7 @@ class Staging:
         self.num_staged = 0
         self._device = device
         self._rows = torch.zeros(num_steps, num_envs, 2 * obs_dim + 4, pin_memory=device.type == "cuda")
+        self._taken = torch.cuda.Event() if device.type == "cuda" else None
         numpy = self._rows.numpy()
         # Views of the columns of a row: obs, next_obs, action, reward, termination, reset.
         self._obs, self._next_obs = numpy[:, :, :obs_dim], numpy[:, :, obs_dim : 2 * obs_dim]
@@ -209,6 +202,9 @@ class Staging:
     def add(self, obs, next_obs, actions, rewards, terminations, resets) -> None:
         """Takes one step of the environments, arrays [N, ...]."""
         i = self.num_staged
+        if i == 0 and self._taken is not None:
+            # The copy may still wait behind an update: steps with random actions do not wait for the device.
+            self._taken.synchronize()
         self._obs[i], self._next_obs[i], self._actions[i] = obs, next_obs, actions
         self._rewards[i], self._terminations[i], self._resets[i] = rewards, terminations, resets
         self.num_staged += 1
@@ -217,19 +213,15 @@ class Staging:
         """All rows [num_steps * N, 2 * obs_dim + 4] on the learner's device, those without a step marked as resets."""
         self._resets[self.num_staged :] = 1.0
         self.num_staged = 0
-        return self._rows.flatten(0, 1).to(self._device, non_blocking=True)
+        rows = self._rows.flatten(0, 1).to(self._device, non_blocking=True)
+        if self._taken is not None:
+            self._taken.record(torch.cuda.current_stream(self._device))
+        return rows
 
     def split(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """``rows`` as the arguments of ``Replay.add``."""
         obs, next_obs, actions, *told = rows.split(self._widths, 1)
         return obs, next_obs, actions, *(x.squeeze(1) for x in told)
-
-
-def mlp_as_sums(network: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
-    """``network(x)`` for one row [1, in] with its matrix products written as sums, which TorchInductor fuses."""
-    for layer in network:
-        x = (layer.weight * x).sum(-1).unsqueeze(0) + layer.bias if isinstance(layer, nn.Linear) else layer(x)
-    return x
 
 
 def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
@@ -269,7 +261,7 @@ def make_executables(q_network: QNetwork, replay: Replay, staging: Staging, upda
         if args.compile:
             fn = CompiledStep(fn, device, cpp_wrapper)
         if args.cudagraphs:
-            fn = CudaGraphModule(fn, warmup=CUDAGRAPH_WARMUP)
+            fn = CudaGraphModule(fn, warmup=CUDAGRAPH_WARMUP, device=device)
         return fn
 
     return executable(greedy, False), executable(learn, True), executable(update, True)
@@ -300,7 +292,16 @@ def main(args: Args) -> None:
     just_update, losses = make_update(optimizer, target_network, replay, args)
     greedy, learn, update = make_executables(q_network, replay, staging, just_update, args)
     episodes = EpisodeStatistics(args.num_envs)
-    parts = {"q_network": q_network, "optimizer": optimizer}
+    state = OffPolicyState(
+        args,
+        replay,
+        envs,
+        episodes,
+        q_network=q_network,
+        optimizer=optimizer,
+        target_network=target_network,
+        losses=losses,
+    )
 
     def write_staged() -> None:
         if staging.num_staged:
@@ -308,27 +309,10 @@ def main(args: Args) -> None:
 
     def state_dict() -> dict:
         write_staged()
-        return {
-            **{name: part.state_dict() for name, part in parts.items()},
-            "target_network": target_network.clone(),
-            "losses": losses.clone(),
-            "replay": replay.state_dict() if args.checkpoint_replay else None,
-            "envs": save_envs(envs, episodes),
-        }
+        return state.state_dict()
 
     with Run(args, __file__, device, total_steps=args.total_timesteps // args.num_envs * args.num_envs) as run:
-        saved = run.resumed
-        learning_starts = args.learning_starts
-        if saved is not None:
-            for name, part in parts.items():
-                part.load_state_dict(saved[name])
-            target_network.copy_(saved["target_network"])
-            losses.copy_(saved["losses"])
-            if saved["replay"] is not None:
-                replay.load_state_dict(saved["replay"])
-            else:
-                learning_starts = run.global_step + max(args.learning_starts, args.batch_size)
-        schedule = UpdateSchedule(args.num_envs, learning_starts, args.updates_per_step)
+        schedule = state.resume(run)
 
         with run.warmup(), untouched([*optimizer.tensors(), *replay.tensors(), losses], device):
             replay.size.clamp_(min=1)  # there must be a transition to sample
@@ -339,7 +323,7 @@ def main(args: Args) -> None:
                     update()
 
         # resets: whether an environment's next step only resets it (NEXT_STEP autoreset).
-        obs, resets = start_envs(envs, episodes, saved and saved["envs"])
+        obs, resets = start_envs(envs, episodes, run.resumed and run.resumed["envs"])
         run.restore_rng()
         run.start_clock()
         while run.global_step < run.total_steps and not run.stop_requested:
@@ -359,7 +343,7 @@ def main(args: Args) -> None:
 
             due = schedule.due(run.global_step)
             if due:
-                if not run.optimizer_steps:
+                if schedule.begins(run.global_step):
                     run.start_clock()
                 run.optimizer_steps += due
                 learn(staging.take())
@@ -367,7 +351,7 @@ def main(args: Args) -> None:
                     update()
             elif staging.num_staged == staging.capacity:
                 write_staged()
-            if run.optimizer_steps and run.global_step % args.target_network_frequency < args.num_envs:
+            if run.global_step % args.target_network_frequency < args.num_envs:
                 target_network.lerp_(optimizer.params, args.tau)
 
             if run.log_due():

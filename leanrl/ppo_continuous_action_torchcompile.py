@@ -35,6 +35,7 @@ from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
 from leanrl.support.evaluation import record_video, require_video
 from leanrl.support.executables import CUDAGRAPH_WARMUP, WARMUP_CALLS, CompiledStep, untouched
+from leanrl.support.inductor import mlp_as_sums
 from leanrl.support.normalization import RewardNormalizer, RunningMoments
 from leanrl.support.optim import FlatAdam, clip_grad_norm
 from leanrl.support.run import Run, seed_everything
@@ -330,16 +331,6 @@ def make_update(agent: Agent, optimizer: FlatAdam, rollout: Rollout, args: Args)
 # ------------------------------------------------------------------------------------------------------------ ACTING
 
 
-def mlp_as_sums(network: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
-    """``network(x)`` for one row [1, in] with its matrix products written as sums.
-
-    TorchInductor fuses them with all around them; three calls of a GEMM cost more than 5,568 multiplications do.
-    """
-    for layer in network:
-        x = (layer.weight * x).sum(-1).unsqueeze(0) + layer.bias if isinstance(layer, nn.Linear) else layer(x)
-    return x
-
-
 def make_policy(
     agent: Agent, obs_moments: RunningMoments, rollout: Rollout, low: np.ndarray, high: np.ndarray, as_sums: bool
 ) -> tuple[Callable, Callable, Callable]:
@@ -397,8 +388,8 @@ def make_executables(policy_step: Callable, update: Callable, args: Args, device
         policy_step = CompiledStep(policy_step, device, cpp_wrapper=False)
         update = CompiledStep(update, device)
     if args.cudagraphs:
-        policy_step = CudaGraphModule(policy_step, warmup=CUDAGRAPH_WARMUP)
-        update = CudaGraphModule(update, warmup=CUDAGRAPH_WARMUP)
+        policy_step = CudaGraphModule(policy_step, warmup=CUDAGRAPH_WARMUP, device=device)
+        update = CudaGraphModule(update, warmup=CUDAGRAPH_WARMUP, device=device)
     return policy_step, update
 
 
@@ -447,14 +438,18 @@ def main(args: Args) -> None:
             obs_moments.load_state_dict(run.resumed["obs_rms"])
             normalize_rewards.moments.load_state_dict(run.resumed["return_rms"])
 
-        raw_obs = torch.from_numpy(envs.reset()[0])
+        # In pinned memory on their way to a GPU, so that the copy does not wait for the device.
+        obs_cpu = torch.from_numpy(envs.reset()[0])
+        if device.type == "cuda":
+            obs_cpu = obs_cpu.pin_memory()
+        raw_obs = obs_cpu.to(device)
         with run.warmup():
             touched = [*optimizer.tensors(), *obs_moments.tensors(), rollout.obs, rollout.actions, rollout.step]
             with untouched(touched, device):
                 for _ in range(WARMUP_CALLS if args.compile or args.cudagraphs else 1):
                     rollout.step.zero_()
                     torch.set_num_threads(1)
-                    policy_step(raw_obs.to(device))
+                    policy_step(raw_obs)
                     torch.set_num_threads(num_threads)
                     update(torch.arange(minibatch_size, device=device))
 
@@ -465,7 +460,7 @@ def main(args: Args) -> None:
         last_dones = np.zeros(args.num_envs, bool)
         episodes = EpisodeStatistics(args.num_envs)
         rollout.step.fill_(args.num_steps)
-        observe(raw_obs.to(device))
+        observe(raw_obs)
         run.restore_rng()
         run.start_clock()
         for iteration in range(run.global_step // batch_size + 1, num_iterations + 1):
@@ -484,7 +479,8 @@ def main(args: Args) -> None:
             for step in range(args.num_steps):
                 obs, rewards[step], terminations[step], truncated, _ = envs.step(action.cpu().numpy())
                 dones[step] = terminations[step] | truncated
-                raw_obs = torch.from_numpy(obs).to(device)
+                obs_cpu.numpy()[:] = obs
+                raw_obs = obs_cpu.to(device, non_blocking=True)
                 # The last observation of the rollout is acted upon after the update.
                 if step < args.num_steps - 1:
                     action = policy_step(raw_obs)

@@ -26,13 +26,13 @@ from torch.distributions.normal import Normal
 from leanrl.support.checkpoints import resumed_step
 from leanrl.support.cli import RunArgs, run_script
 from leanrl.support.devices import available_cores, resolve_device, set_cpu_numerics
-from leanrl.support.envs import make_envs, require_continuous_actions, save_envs, start_envs
+from leanrl.support.envs import make_envs, require_continuous_actions, start_envs
 from leanrl.support.episodes import EpisodeStatistics
-from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
+from leanrl.support.errors import require_at_least, require_positive
 from leanrl.support.evaluation import record_video, require_video
+from leanrl.support.off_policy import OffPolicyState, require_off_policy
 from leanrl.support.replay import Batch, Replay
 from leanrl.support.run import Run, seed_everything
-from leanrl.support.schedule import UpdateSchedule
 
 
 @dataclass
@@ -84,19 +84,10 @@ class Args(RunArgs):
 
 def validate(args: Args) -> None:
     """Raises UsageError on the first argument that cannot work."""
-    require_at_least(args, 1, "total_timesteps", "num_envs", "buffer_size", "batch_size", "policy_frequency")
-    require_at_least(args, 1, "target_network_frequency", "num_threads", "log_every", "checkpoint_every")
-    require_at_least(args, 0, "seed", "learning_starts", "alpha")
-    require_positive(args, "policy_lr", "q_lr", "updates_per_step")
-    require_unit_interval(args, "gamma", "tau")
-    if args.total_timesteps < args.num_envs:
-        raise bad("total_timesteps", args.total_timesteps, f"is less than one step of {args.num_envs} environments")
-    if args.buffer_size < args.num_envs:
-        raise bad("buffer_size", args.buffer_size, f"does not hold one step of {args.num_envs} environments")
-    if args.learning_starts >= args.total_timesteps:
-        raise bad(
-            "learning_starts", args.learning_starts, f"leaves nothing of {args.total_timesteps} steps to learn in"
-        )
+    require_off_policy(args)
+    require_at_least(args, 1, "policy_frequency", "target_network_frequency")
+    require_at_least(args, 0, "alpha")
+    require_positive(args, "policy_lr", "q_lr")
 
 
 # ---------------------------------------------------------------------------------------------------------- NETWORKS
@@ -332,40 +323,26 @@ def main(args: Args) -> None:
         actor, critics, critics_target, log_alpha, actor_optimizer, q_optimizer, a_optimizer, replay, args
     )
     episodes = EpisodeStatistics(args.num_envs)
-    parts = {
-        "actor": actor,
-        "critics": critics,
-        "critics_target": critics_target,
-        "actor_optimizer": actor_optimizer,
-        "q_optimizer": q_optimizer,
-        "a_optimizer": a_optimizer,
-    }
-
-    def state_dict() -> dict:
-        return {
-            **{name: part.state_dict() for name, part in parts.items()},
-            "log_alpha": log_alpha.detach().clone(),
-            "losses": losses.clone(),
-            "replay": replay.state_dict() if args.checkpoint_replay else None,
-            "envs": save_envs(envs, episodes),
-        }
+    state = OffPolicyState(
+        args,
+        replay,
+        envs,
+        episodes,
+        actor=actor,
+        critics=critics,
+        critics_target=critics_target,
+        actor_optimizer=actor_optimizer,
+        q_optimizer=q_optimizer,
+        a_optimizer=a_optimizer,
+        log_alpha=log_alpha,
+        losses=losses,
+    )
 
     with Run(args, __file__, device, total_steps=args.total_timesteps // args.num_envs * args.num_envs) as run:
-        saved = run.resumed
-        learning_starts = args.learning_starts
-        if saved is not None:
-            for name, part in parts.items():
-                part.load_state_dict(saved[name])
-            log_alpha.data.copy_(saved["log_alpha"])
-            losses.copy_(saved["losses"])
-            if saved["replay"] is not None:
-                replay.load_state_dict(saved["replay"])
-            else:
-                learning_starts = run.global_step + max(args.learning_starts, args.batch_size)
-        schedule = UpdateSchedule(args.num_envs, learning_starts, args.updates_per_step)
+        schedule = state.resume(run)
 
         # resets: whether an environment's next step only resets it (NEXT_STEP autoreset).
-        obs, resets = start_envs(envs, episodes, saved and saved["envs"])
+        obs, resets = start_envs(envs, episodes, run.resumed and run.resumed["envs"])
         obs = torch.as_tensor(obs, dtype=torch.float32, device=device)
         run.restore_rng()
         run.start_clock()
@@ -385,7 +362,7 @@ def main(args: Args) -> None:
             obs, resets = next_obs, dones
 
             due = schedule.due(run.global_step)
-            if due and not run.optimizer_steps:
+            if schedule.begins(run.global_step):
                 run.start_clock()
             for _ in range(due):
                 run.optimizer_steps += 1
@@ -397,9 +374,9 @@ def main(args: Args) -> None:
             if run.log_due():
                 run.log({f"losses/{n}": x for n, x in zip(LOSS_NAMES, losses.tolist(), strict=True)})
             if run.checkpoint_due():
-                run.checkpoint(state_dict())
+                run.checkpoint(state.state_dict())
 
-        run.finish(state_dict())
+        run.finish(state.state_dict())
         if args.save_model or args.capture_video:
             run.save_model({"actor": actor.state_dict()})
             if args.capture_video:

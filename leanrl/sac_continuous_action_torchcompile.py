@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import gymnasium as gym
 import numpy as np
@@ -35,15 +35,16 @@ from tensordict.nn import CudaGraphModule
 from leanrl.support.checkpoints import resumed_step
 from leanrl.support.cli import RunArgs, run_script
 from leanrl.support.devices import available_cores, resolve_device, set_cpu_numerics
-from leanrl.support.envs import EnvBackend, make_envs, require_continuous_actions, save_envs, start_envs
+from leanrl.support.envs import EnvBackend, make_envs, require_continuous_actions, start_envs
 from leanrl.support.episodes import EpisodeStatistics
-from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
+from leanrl.support.errors import require_at_least, require_positive
 from leanrl.support.evaluation import record_video, require_video
 from leanrl.support.executables import CUDAGRAPH_WARMUP, WARMUP_CALLS, CompiledStep, untouched
-from leanrl.support.optim import FlatAdam, computed_once
-from leanrl.support.replay import Batch, Replay
+from leanrl.support.inductor import computed_once
+from leanrl.support.off_policy import OffPolicyState, require_off_policy
+from leanrl.support.optim import FlatAdam
+from leanrl.support.replay import Batch, LastStep, Replay
 from leanrl.support.run import Run, seed_everything
-from leanrl.support.schedule import UpdateSchedule
 
 
 @dataclass
@@ -102,19 +103,10 @@ class Args(RunArgs):
 
 def validate(args: Args) -> None:
     """Raises UsageError on the first argument that cannot work."""
-    require_at_least(args, 1, "total_timesteps", "num_envs", "buffer_size", "batch_size", "policy_frequency")
-    require_at_least(args, 1, "target_network_frequency", "num_threads", "log_every", "checkpoint_every")
-    require_at_least(args, 0, "seed", "learning_starts", "alpha")
-    require_positive(args, "policy_lr", "q_lr", "updates_per_step")
-    require_unit_interval(args, "gamma", "tau")
-    if args.total_timesteps < args.num_envs:
-        raise bad("total_timesteps", args.total_timesteps, f"is less than one step of {args.num_envs} environments")
-    if args.buffer_size < args.num_envs:
-        raise bad("buffer_size", args.buffer_size, f"does not hold one step of {args.num_envs} environments")
-    if args.learning_starts >= args.total_timesteps:
-        raise bad(
-            "learning_starts", args.learning_starts, f"leaves nothing of {args.total_timesteps} steps to learn in"
-        )
+    require_off_policy(args)
+    require_at_least(args, 1, "policy_frequency", "target_network_frequency")
+    require_at_least(args, 0, "alpha")
+    require_positive(args, "policy_lr", "q_lr")
 
 
 # ---------------------------------------------------------------------------------------------------------- NETWORKS
@@ -319,19 +311,6 @@ def make_update(
 # ------------------------------------------------------------------------------------------------------------ ACTING
 
 
-class LastStep(NamedTuple):
-    """What the next transition begins with, on the learner's device."""
-
-    obs: torch.Tensor  # [N, obs_dim]
-    actions: torch.Tensor  # [N, action_dim] chosen for obs
-    resets: torch.Tensor  # [N] 1 where the step with these actions only resets its environment
-
-    @classmethod
-    def allocate(cls, num_envs: int, obs_dim: int, action_dim: int, device: torch.device) -> "LastStep":
-        shapes = ((num_envs, obs_dim), (num_envs, action_dim), (num_envs,))
-        return cls(*(torch.zeros(shape, device=device) for shape in shapes))
-
-
 def make_acting(actor_optimizer: FlatAdam, replay: Replay, last: LastStep) -> tuple[Callable, ...]:
     """What happens between two steps of the environments, around the updates.
 
@@ -344,10 +323,7 @@ def make_acting(actor_optimizer: FlatAdam, replay: Replay, last: LastStep) -> tu
     actor = actor_optimizer.module
 
     def observe(told: torch.Tensor) -> None:
-        next_obs, rewards, terminations, dones = told.split([last.obs.shape[1], 1, 1, 1], 1)
-        replay.add(last.obs, next_obs, last.actions, rewards.squeeze(1), terminations.squeeze(1), last.resets)
-        last.obs.copy_(next_obs)
-        last.resets.copy_(dones.squeeze(1))
+        last.complete(replay, told)
 
     def act() -> torch.Tensor:
         noise = torch.randn_like(last.actions)
@@ -383,17 +359,17 @@ EXACT_TANH = {"cpp.use_decompose_tanh": False}
 
 
 def make_executables(observe: Callable, update: Callable, act: Callable, args: Args, device: torch.device) -> Callable:
-    """The function ``advance(told, with_actor) -> actions``, compiled and captured as the flags say.
+    """The function ``advance(told_cpu, with_actor) -> actions``, compiled and captured as the flags say.
 
     It observes, takes an update for each element of ``with_actor`` (whether it trains the actor too), and acts: all as
-    one executable for at most one update, in parts for more.
+    one executable for at most one update, in parts for more. ``told_cpu`` is pinned where the device is a GPU.
     """
 
     def executable(fn: Callable) -> Callable:
         if args.compile:
             fn = CompiledStep(fn, device, **EXACT_TANH)
         if args.cudagraphs:
-            fn = CudaGraphModule(fn, warmup=CUDAGRAPH_WARMUP)
+            fn = CudaGraphModule(fn, warmup=CUDAGRAPH_WARMUP, device=device)
         return fn
 
     def step(with_actor: tuple[bool, ...], told: torch.Tensor) -> torch.Tensor:
@@ -407,7 +383,8 @@ def make_executables(observe: Callable, update: Callable, act: Callable, args: A
     just_observe, just_act = executable(observe), executable(act)
     updates = {flag: executable(partial(update, flag)) for flag in (False, True)}
 
-    def advance(told: torch.Tensor, with_actor: tuple[bool, ...]) -> torch.Tensor:
+    def advance(told_cpu: torch.Tensor, with_actor: tuple[bool, ...]) -> torch.Tensor:
+        told = told_cpu.to(device, non_blocking=True)
         if len(with_actor) <= 1:
             return steps[with_actor](told)
         just_observe(told)
@@ -422,7 +399,7 @@ def make_executables(observe: Callable, update: Callable, act: Callable, args: A
 
 
 @torch.no_grad()
-def main(args: Args) -> None:
+def main(args: Args, make_executables: Callable = make_executables, script_file: str = __file__) -> None:
     validate(args)
     device = resolve_device(args)
     set_cpu_numerics(args.num_threads or available_cores())
@@ -446,38 +423,24 @@ def main(args: Args) -> None:
     observe, act, explore = make_acting(actor_optimizer, replay, last)
     advance = make_executables(observe, update, act, args, device)
     episodes = EpisodeStatistics(args.num_envs)
-    parts = {
-        "actor": actor,
-        "critics": critics,
-        "temperature": temperature,
-        "actor_optimizer": actor_optimizer,
-        "q_optimizer": q_optimizer,
-        "a_optimizer": a_optimizer,
-    }
+    state = OffPolicyState(
+        args,
+        replay,
+        envs,
+        episodes,
+        actor=actor,
+        critics=critics,
+        temperature=temperature,
+        actor_optimizer=actor_optimizer,
+        q_optimizer=q_optimizer,
+        a_optimizer=a_optimizer,
+        critics_target=critics_target,
+        losses=losses,
+        next_actions=last.actions,
+    )
 
-    def state_dict() -> dict:
-        return {
-            **{name: part.state_dict() for name, part in parts.items()},
-            "critics_target": critics_target.clone(),
-            "losses": losses.clone(),
-            "replay": replay.state_dict() if args.checkpoint_replay else None,
-            "envs": save_envs(envs, episodes),
-            "next_actions": last.actions.clone(),
-        }
-
-    with Run(args, __file__, device, total_steps=args.total_timesteps // args.num_envs * args.num_envs) as run:
-        saved = run.resumed
-        learning_starts = args.learning_starts
-        if saved is not None:
-            for name, part in parts.items():
-                part.load_state_dict(saved[name])
-            critics_target.copy_(saved["critics_target"])
-            losses.copy_(saved["losses"])
-            if saved["replay"] is not None:
-                replay.load_state_dict(saved["replay"])
-            else:
-                learning_starts = run.global_step + max(args.learning_starts, args.batch_size)
-        schedule = UpdateSchedule(args.num_envs, learning_starts, args.updates_per_step)
+    with Run(args, script_file, device, total_steps=args.total_timesteps // args.num_envs * args.num_envs) as run:
+        schedule = state.resume(run)
 
         # What the environments say: next_obs, reward, termination, done.
         told_cpu = torch.zeros(args.num_envs, obs_dim + 3, pin_memory=device.type == "cuda")
@@ -491,15 +454,15 @@ def main(args: Args) -> None:
                 replay.size.clamp_(min=1)
                 for with_actor in schedule.patterns(args.policy_frequency):
                     for _ in range(WARMUP_CALLS if args.compile or args.cudagraphs else 1):
-                        advance(told_cpu.to(device), with_actor)
+                        advance(told_cpu, with_actor)
 
         # resets: whether an environment's next step only resets it (NEXT_STEP autoreset).
-        obs, resets = start_envs(envs, episodes, saved and saved["envs"])
+        obs, resets = start_envs(envs, episodes, run.resumed and run.resumed["envs"])
         last.obs.copy_(torch.from_numpy(obs))
         last.resets.copy_(torch.from_numpy(resets))
         run.restore_rng()
-        if saved is not None and saved["envs"] is not None:
-            actions = last.actions.copy_(saved["next_actions"])
+        if run.resumed is not None and run.resumed["envs"] is not None:
+            actions = last.actions  # those chosen when the run was interrupted
         else:
             actions = explore() if run.global_step < args.learning_starts else act()
         run.start_clock()
@@ -511,25 +474,24 @@ def main(args: Args) -> None:
             resets = dones
 
             told[:, :obs_dim], told[:, obs_dim], told[:, -2], told[:, -1] = next_obs, rewards, terminations, dones
-            told_device = told_cpu.to(device, non_blocking=True)
             due = schedule.due(run.global_step)
-            if due and not run.optimizer_steps:
+            if schedule.begins(run.global_step):
                 run.start_clock()
             if run.global_step < args.learning_starts:
-                observe(told_device)
+                observe(told_cpu.to(device, non_blocking=True))
                 actions = explore()
             else:
                 first = run.optimizer_steps + 1
                 run.optimizer_steps += due
                 with_actor = tuple(n % args.policy_frequency == 0 for n in range(first, first + due))
-                actions = advance(told_device, with_actor)
+                actions = advance(told_cpu, with_actor)
 
             if run.log_due():
                 run.log({f"losses/{n}": x for n, x in zip(LOSS_NAMES, losses.tolist(), strict=True)})
             if run.checkpoint_due():
-                run.checkpoint(state_dict())
+                run.checkpoint(state.state_dict())
 
-        run.finish(state_dict())
+        run.finish(state.state_dict())
         if args.save_model or args.capture_video:
             run.save_model({"actor": actor.state_dict()})
             if args.capture_video:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from leanrl.support.checkpoints import (
+    FORMAT,
     list_checkpoints,
     load_checkpoint,
     load_last_checkpoint,
@@ -136,13 +137,13 @@ def test_foreign_files_are_refused_and_never_run(tmp_path, writer):
     if writer == "pickle":
         path.write_bytes(pickle.dumps(Intruder(trap)))
     elif writer == "torch":
-        torch.save({"format": "leanrl-checkpoint-1", **IDENTITY, "global_step": 10, "state": Intruder(trap)}, path)
+        torch.save({"format": FORMAT, **IDENTITY, "global_step": 10, "state": Intruder(trap)}, path)
     elif writer == "text":
         path.write_text("not a checkpoint\n" * 100)
     elif writer == "other dict":
         torch.save({"model": torch.zeros(3)}, path)
     else:
-        torch.save({"format": "leanrl-checkpoint-1", **IDENTITY}, path)
+        torch.save({"format": FORMAT, **IDENTITY}, path)
     with pytest.raises(UsageError, match=path.name):
         load_checkpoint(path, IDENTITY)
     with pytest.raises(UsageError, match="--resume"):

@@ -22,6 +22,7 @@ from scripts import (
 
 from leanrl.support.checkpoints import list_checkpoints
 from leanrl.support.envs import SerialVectorEnv
+from leanrl.support.run import Run
 
 FAST = [script for script in OFF_POLICY if script in FAST_SCRIPTS]
 
@@ -78,12 +79,15 @@ def test_resume_of_a_compiled_run_is_exact(script, tmp_path):
 
 
 @pytest.mark.parametrize("script", OFF_POLICY)
-def test_resume_without_the_replay_fills_a_new_one_first(script, tmp_path):
+def test_resume_without_the_replay_fills_a_new_one_first(script, tmp_path, monkeypatch):
     flags = [*tiny(script), "--total-timesteps=400", "--no-checkpoint-replay", "--log-every=1"]
     assert run_until(script, 200, *flags, f"--runs-dir={tmp_path}", "--run-name=run") == 0
     run_dir = tmp_path / "run"
     assert newest_checkpoint(run_dir)[1]["script"]["replay"] is None
+    clock_starts, start_clock = [], Run.start_clock
+    monkeypatch.setattr(Run, "start_clock", lambda self: (clock_starts.append(self.global_step), start_clock(self)))
     assert run(script, "--resume", run_dir) == 0
+    assert clock_starts == [200, 256]  # the speed is that of training
     result = summary(run_dir)
     assert (result["global_step"], result["interrupted"]) == (400, False)
     assert result["optimizer_steps"] == (200 - 48) // 8 + (400 - 200 - 48) // 8

@@ -20,7 +20,13 @@ OBS_DIM = 5
 LOW, HIGH = np.float32([-3.0, -0.4]), np.float32([3.0, 0.2])
 NUM_UPDATES = 100
 
-COMPILED = [CPU, pytest.param(torch.device("cuda"), marks=pytest.mark.cuda)]
+CUDA = torch.device("cuda", 0)
+CUDA_MODES = ("eager", "compile", "cudagraphs", "compile+cudagraphs")
+in_every_mode = pytest.mark.parametrize(
+    ("mode", "device"),
+    [("eager", CPU), ("compile", CPU), *(pytest.param(mode, CUDA, marks=pytest.mark.cuda) for mode in CUDA_MODES)],
+    ids=str,
+)
 
 
 def filled_replay(device: torch.device, action_dim: int = len(LOW), discrete: int = 0) -> Replay:
@@ -47,7 +53,7 @@ def make_executable(mode: str, update, device: torch.device, touched, **options)
     if "cudagraphs" in mode:
         from tensordict.nn import CudaGraphModule
 
-        update = CudaGraphModule(update, warmup=CUDAGRAPH_WARMUP)
+        update = CudaGraphModule(update, warmup=CUDAGRAPH_WARMUP, device=device)
     with untouched(touched, device):
         for _ in range(WARMUP_CALLS):
             update()
@@ -114,18 +120,20 @@ def td3_parameters(reference, fast) -> tuple[dict, dict]:
 
 
 def assert_moved_together(start: dict, expected: dict, got: dict, tolerance: float = 1e-3) -> None:
-    """Each vector moved from ``start`` as it was expected to, but for ``tolerance`` of the way.
+    """Each vector moved from ``start`` as it was expected to, but for ``tolerance`` of the way, on a GPU 1e-2.
 
-    Single parameters may differ by a step: where a gradient is nearly zero, Adam takes a step by its sign.
+    Single parameters may differ by a step: where a gradient is nearly zero, Adam takes a step by its sign. Where that
+    happens, rounding decides, and on a GPU it is another one.
     """
+    if next(iter(got.values())).device.type == "cuda":
+        tolerance = 1e-2
     for name, moved in ((name, expected[name] - start[name]) for name in start):
         assert moved.abs().max() > 1e-3, f"{name} did not move"
         error = ((got[name] - expected[name]).norm() / moved.norm()).item()
         assert error < tolerance, f"{name}: off by {error:.1e} of its way"
 
 
-@pytest.mark.parametrize("device", COMPILED)
-@pytest.mark.parametrize("mode", ["eager", "compile", pytest.param("compile+cudagraphs", marks=pytest.mark.cuda)])
+@in_every_mode
 def test_td3_equals_the_reference(mode, device):
     reference, fast = td3_reference(device), td3_fast(mode, device)
     start, ours = td3_parameters(reference, fast)
@@ -213,9 +221,8 @@ def sac_parameters(reference, fast) -> tuple[dict, dict]:
     return expected, {name: x.clone() for name, x in zip(expected, ours, strict=True)}
 
 
-@pytest.mark.parametrize("device", COMPILED)
 @pytest.mark.parametrize("changes", [{}, {"autotune": False, "target_network_frequency": 3}], ids=["autotune", "fixed"])
-@pytest.mark.parametrize("mode", ["eager", "compile", pytest.param("compile+cudagraphs", marks=pytest.mark.cuda)])
+@in_every_mode
 def test_sac_equals_the_reference(mode, changes, device):
     reference, fast = sac_reference(device, **changes), sac_fast(mode, device, **changes)
     start, ours = sac_parameters(reference, fast)
@@ -238,8 +245,7 @@ def test_sac_equals_the_reference(mode, changes, device):
 # --------------------------------------------------------------------------------------------------------------- DQN
 
 
-@pytest.mark.parametrize("device", COMPILED)
-@pytest.mark.parametrize("mode", ["eager", "compile", pytest.param("compile+cudagraphs", marks=pytest.mark.cuda)])
+@in_every_mode
 def test_dqn_equals_the_reference(mode, device):
     plain, quick = (importlib.import_module(f"leanrl.{name}") for name in ("dqn", "dqn_torchcompile"))
     args = plain.Args(learning_rate=1e-3, tau=0.7)

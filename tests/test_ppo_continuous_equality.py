@@ -76,7 +76,8 @@ def test_fifty_updates_equal_the_reference(mode: str, amp: str) -> None:
     assert moved > 1e-2, "the reference took no real steps"
     assert flat.num_steps.item() == UPDATES
     # bf16 rounds differently in a fused kernel; its steps still have to agree far within what they move.
-    tolerance = 2e-6 if amp == "none" else 0.15 * moved
+    # Another device sums in another order.
+    tolerance = 0.15 * moved if amp == "bf16" else 2e-6 if device.type == "cpu" else 2e-5
     for name, parameter in quick.named_parameters():
         assert (parameter.cpu() - dict(plain.named_parameters())[name]).abs().max() < tolerance, name
     if amp == "none":
@@ -282,6 +283,25 @@ def test_compiled_step_passes_arguments_and_keeps_in_place_changes() -> None:
         expected += x - 2 * y
     assert count.item() == 5 and clock.item() == 2.5
     torch.testing.assert_close(total, expected)
+
+
+def test_functions_of_one_code_each_compile_once() -> None:
+    """More of them than Dynamo allows, which takes them for recompilations of one function."""
+
+    def factory() -> tuple[CompiledStep, torch.Tensor]:
+        count = torch.zeros(1)
+
+        def fn() -> None:
+            count.add_(1)
+
+        return CompiledStep(fn, torch.device("cpu"), cpp_wrapper=False), count
+
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for _ in range(2):
+            step, count = factory()
+            for _ in range(3):
+                step()
+            assert count.item() == 3
 
 
 def test_compiled_step_refuses_a_graph_break() -> None:

@@ -13,14 +13,17 @@ CASES = list(itertools.product([0.1, 0.25, 1.0, 3.0], [1, 3, 4, 64], [0, 50, 1_0
 @pytest.mark.parametrize("updates_per_step, num_envs, starts", CASES)
 def test_updates_per_step_mean_the_same_at_any_number_of_environments(updates_per_step, num_envs, starts):
     schedule = UpdateSchedule(num_envs, starts, updates_per_step)
-    total = 0
+    total, begun = 0, []
     for step in range(num_envs, 20_001, num_envs):
         due = schedule.due(step)
+        if schedule.begins(step):
+            begun.append(total)
         total += due
         assert 0 <= due <= math.ceil(num_envs * updates_per_step)
         assert abs(total - max(0, step - starts) * updates_per_step) < 1 + 1e-6
         assert total == 0 or step > starts
     assert total == math.floor((step - starts) * updates_per_step + 1e-6)
+    assert begun == [0]
 
 
 def test_one_update_every_ten_steps():

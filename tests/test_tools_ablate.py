@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from leanrl.tools import ablate, ablate_off_policy, ablate_ppo, ablate_sac, ablate_td3, ablation
+from leanrl.tools import ablate, ablate_eager, ablate_off_policy, ablate_ppo, ablate_sac, ablate_td3, ablation
 from leanrl.tools.common import run_tool
 
 
@@ -62,6 +62,17 @@ def test_sides_that_differ_are_not_timed(tool, tmp_path, monkeypatch):
     record = json.loads((tmp_path / "ablate.json").read_text())
     assert [line["row"] for line in record["rows"]] == ["gae"], "one failed row stops no other"
     assert list(record["failures"]) == ["unequal"]
+
+
+def test_advice_for_eager_code(tool, tmp_path, monkeypatch):
+    """The rows that need neither a compiler nor an environment, all of one group."""
+    monkeypatch.setattr(ablate_eager, "NUM_STEPS", 10)
+    monkeypatch.setattr(ablate_off_policy, "available_cores", lambda: 1)
+    code, out, errors = tool("--rows", "eager", "--repeats", 1, "--out", tmp_path)
+    assert code == 0, errors
+    rows = json.loads((tmp_path / "ablate.json").read_text())["rows"]
+    assert {line["group"] for line in rows} == {"eager"} and len(rows) >= 10
+    assert all(line["trick"] in out for line in rows)
 
 
 def test_groups_stand_for_their_rows():

@@ -10,7 +10,7 @@ import torch
 
 from leanrl.support.errors import UsageError
 
-FORMAT = "leanrl-checkpoint-1"
+FORMAT = "leanrl-checkpoint-2"
 KEEP = 2
 
 

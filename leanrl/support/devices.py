@@ -67,34 +67,29 @@ def set_cpu_numerics(num_threads: int) -> None:
     use_onednn_products()
 
 
-def use_onednn_products() -> bool:
+def use_onednn_products() -> None:
     """Lets oneDNN do float32 matrix products on AMD's processors, where PyTorch's own choice, MKL, holds back.
 
     Telling oneDNN that it may use bfloat16 makes PyTorch call it. Without AMX units it computes in float32 all the
-    same, at twice MKL's speed; where a product shows that it does not, nothing is changed.
-
-    Returns:
-        whether the setting was made (``args.json`` records it).
+    same, at twice MKL's speed; where a product shows that it does not, nothing is changed. ``args.json`` records it.
     """
     settings = torch.backends.mkldnn.matmul
     if "AMD" not in cpu_name() or not torch.backends.mkldnn.is_available():
-        return False
+        return
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(2, 256, 256, generator=generator)
     exact = x.double() @ y.double()
     before = settings.fp32_precision
     settings.fp32_precision = "bf16"
-    if (x @ y - exact).abs().max() < 1e-5 * exact.abs().max():
-        return True
-    settings.fp32_precision = before
-    return False
+    if (x @ y - exact).abs().max() >= 1e-5 * exact.abs().max():
+        settings.fp32_precision = before
 
 
 def cpu_name() -> str:
     """The processor's name as the operating system tells it."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("model name", "Model")):
+            if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     except OSError:
         pass

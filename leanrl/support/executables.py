@@ -4,14 +4,16 @@ from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 
 import torch
-import torch._inductor
 
 # CudaGraphModule runs eagerly this many times before it captures.
 CUDAGRAPH_WARMUP = 3
 # Calls that take a function through compilation, capture and one replay.
 WARMUP_CALLS = CUDAGRAPH_WARMUP + 2
 
+# Samples from PyTorch's own generator, so that a compiled run draws what an eager one draws.
+SAME_SAMPLES = {"fallback_random": True}
 CPU_OPTIONS = {
+    **SAME_SAMPLES,
     # Leaves out probe builds that ask whether the compiler knows AVX-512. Any that builds PyTorch's C++20 headers does.
     "cpp.vec_isa_ok": True,
     # A graph is one or a few C++ files: starting worker processes and precompiling PyTorch's headers for them takes
@@ -20,11 +22,6 @@ CPU_OPTIONS = {
     "cpp_cache_precompile_headers": False,
     # tanh from one exp instead of SLEEF's: a sixth of a small update, for an absolute error of 2e-7.
     "cpp.use_decompose_tanh": True,
-    # Samples from PyTorch's own generator, so that a compiled run draws what an eager one draws.
-    "fallback_random": True,
-    # A concatenation is copied together first. Read in place, through one condition for each part, it would keep the
-    # loop that uses it, Adam's say, from being vectorised.
-    "max_pointwise_cat_inputs": 0,
 }
 
 
@@ -54,6 +51,8 @@ class CompiledStep:
         self._graph: Callable | None = None
 
     def _backend(self, graph_module, example_inputs) -> Callable:
+        import torch._inductor  # 3 s that eager runs, of which there may be many processes, do not wait for
+
         graph = torch._inductor.compile(graph_module, example_inputs, options=self._options)
 
         def record(*inputs: torch.Tensor):
@@ -65,7 +64,13 @@ class CompiledStep:
 
     def __call__(self, *args: torch.Tensor) -> torch.Tensor | None:
         if self._graph is None:
-            result = self._first_call(*args)
+            import torch._dynamo
+
+            # Functions made by one factory share their code: Dynamo takes each for a recompilation of the first, and
+            # would refuse the ninth. So many may be compiled in all.
+            limit = torch._dynamo.config.accumulated_recompile_limit
+            with torch._dynamo.config.patch(recompile_limit=limit):
+                result = self._first_call(*args)
             # Where the arguments and the result stand among the graph's inputs and outputs.
             places = [[i for i, x in enumerate(self._inputs) if x is arg] for arg in args]
             self._places = [(i, place) for i, found in enumerate(places) for place in found]
@@ -82,10 +87,29 @@ class CompiledStep:
 def compile_options(device: torch.device, cpp_wrapper: bool = True, **changes) -> dict:
     """TorchInductor's options for ``device``, those that this PyTorch knows."""
     if device.type != "cpu":
-        return {}
+        return SAME_SAMPLES.copy()
+    import torch._inductor
+
     known = set(torch._inductor.list_options())
     options = {"cpp_wrapper": cpp_wrapper, **CPU_OPTIONS, **changes}
     return {name: value for name, value in options.items() if name in known}
+
+
+def make_executable(
+    fn: Callable[..., torch.Tensor | None],
+    device: torch.device,
+    compile: bool,
+    cudagraphs: bool,
+    cpp_wrapper: bool = True,
+) -> Callable[..., torch.Tensor | None]:
+    """``fn``, compiled (as ``CompiledStep``, with its demands) and captured as the flags of a script say."""
+    if compile:
+        fn = CompiledStep(fn, device, cpp_wrapper)
+    if cudagraphs:
+        from tensordict.nn import CudaGraphModule
+
+        fn = CudaGraphModule(fn, warmup=CUDAGRAPH_WARMUP)
+    return fn
 
 
 @contextmanager

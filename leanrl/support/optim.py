@@ -1,24 +1,20 @@
-"""Adam written out over one flat vector, so that clipping, moments and step are a handful of fused operations."""
+"""Optimisers written out over one flat vector, so that clipping, moments and step are a handful of fused operations."""
 
 import torch
 import torch.nn as nn
 
+from leanrl.support.inductor import computed_once
 
-class FlatAdam:
-    """Adam (https://arxiv.org/abs/1412.6980, algorithm 1) whose whole step is plain tensor operations.
 
-    ``torch.optim.Adam.step`` breaks a ``torch.compile`` graph and walks Python lists; this traces into the graph of the
-    loss. It moves the module's parameters into one vector (they become views of it, at addresses that never change),
-    and keeps its state in ``torch.optim.Adam``'s format.
+class FlatParameters:
+    """A module's parameters as one vector (they become views of it, at addresses that never change).
 
     Args:
         module: its parameters, all of one dtype and device, are optimised.
         lr: learning rate; ``self.lr`` is a tensor [1] to fill in place, so that a captured graph sees the change.
-        eps: added to the root of the second moment.
-        betas: decay of the two moments.
     """
 
-    def __init__(self, module: nn.Module, lr: float, eps: float, betas: tuple[float, float] = (0.9, 0.999)) -> None:
+    def __init__(self, module: nn.Module, lr: float = 0.0) -> None:
         self.module = module
         named = dict(module.named_parameters())
         self.names = list(named)
@@ -27,14 +23,7 @@ class FlatAdam:
         self.params = torch.cat([parameter.detach().reshape(-1) for parameter in named.values()])
         for parameter, view in zip(named.values(), self.unflatten(self.params).values(), strict=True):
             parameter.data = view
-        self.exp_avg = torch.zeros_like(self.params)
-        self.exp_avg_sq = torch.zeros_like(self.params)
-        # float64: 1 - 0.999 ** step has four digits in float32 when training starts. Shape [1], because TorchInductor
-        # takes a 0-d float64 or int64 CPU tensor for a Python number and loses what is written to it.
-        self.num_steps = torch.zeros(1, dtype=torch.float64, device=self.params.device)
         self.lr = torch.full((1,), lr, dtype=torch.float64, device=self.params.device)
-        self.eps = eps
-        self.betas = betas
 
     def unflatten(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Views of ``flat`` under the parameters' names and shapes, for ``torch.func.functional_call``."""
@@ -48,6 +37,29 @@ class FlatAdam:
     def flatten(self, named: dict[str, torch.Tensor]) -> torch.Tensor:
         """One vector of ``named`` (gradients, say), in the order of the parameters."""
         return torch.cat([named[name].reshape(-1) for name in self.names])
+
+
+class FlatAdam(FlatParameters):
+    """Adam (https://arxiv.org/abs/1412.6980, algorithm 1) whose whole step is plain tensor operations.
+
+    ``torch.optim.Adam.step`` breaks a ``torch.compile`` graph and walks Python lists; this traces into the graph of the
+    loss, and keeps its state in ``torch.optim.Adam``'s format.
+
+    Args:
+        module, lr: as in ``FlatParameters``.
+        eps: added to the root of the second moment.
+        betas: decay of the two moments.
+    """
+
+    def __init__(self, module: nn.Module, lr: float, eps: float, betas: tuple[float, float] = (0.9, 0.999)) -> None:
+        super().__init__(module, lr)
+        self.exp_avg = torch.zeros_like(self.params)
+        self.exp_avg_sq = torch.zeros_like(self.params)
+        # float64: 1 - 0.999 ** step has four digits in float32 when training starts. Shape [1], because TorchInductor
+        # takes a 0-d float64 or int64 CPU tensor for a Python number and loses what is written to it.
+        self.num_steps = torch.zeros(1, dtype=torch.float64, device=self.params.device)
+        self.eps = eps
+        self.betas = betas
 
     def step(self, grad: torch.Tensor) -> None:
         """Updates the parameters in place along ``grad``, a flat vector."""
@@ -85,12 +97,50 @@ class FlatAdam:
         self.lr.fill_(float(state_dict["param_groups"][0]["lr"]))
 
 
-def computed_once(scalar: torch.Tensor) -> torch.Tensor:
-    """``scalar`` [1], which TorchInductor is to compute once, not again for every vector of the loop that uses it.
+class FlatRMSProp(FlatParameters):
+    """RMSProp as ``torch.optim.RMSprop`` computes it, which IMPALA wants: eps stands outside the root.
 
-    It inlines elementwise work into the loops of its consumers, powers in float64 too. A strided view needs memory.
+    The state is kept in ``torch.optim.RMSprop``'s format.
+
+    Args:
+        module, lr: as in ``FlatParameters``.
+        alpha: decay of the mean square.
+        eps: added to its root.
     """
-    return scalar.as_strided((1,), (1,))
+
+    def __init__(self, module: nn.Module, lr: float, alpha: float, eps: float) -> None:
+        super().__init__(module, lr)
+        self.square_avg = torch.zeros_like(self.params)
+        self.num_steps = torch.zeros(1, dtype=torch.float64, device=self.params.device)  # counted for the format alone
+        self.alpha = alpha
+        self.eps = eps
+
+    def step(self, grad: torch.Tensor) -> None:
+        """Updates the parameters in place along ``grad``, a flat vector."""
+        self.num_steps.add_(1)
+        self.square_avg.mul_(self.alpha).addcmul_(grad, grad, value=1 - self.alpha)
+        lr = computed_once(self.lr.to(grad.dtype))
+        self.params.sub_(lr * grad / (self.square_avg.sqrt() + self.eps))
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Everything that a step changes."""
+        return [self.params, self.square_avg, self.num_steps, self.lr]
+
+    def state_dict(self) -> dict:
+        """In ``torch.optim.RMSprop``'s format."""
+        step = self.num_steps[0].to(torch.float32).cpu()
+        averages = self.unflatten(self.square_avg.clone())
+        state = {i: {"step": step.clone(), "square_avg": averages[name]} for i, name in enumerate(self.names)}
+        group = {"lr": self.lr.item(), "alpha": self.alpha, "eps": self.eps, "params": list(range(len(self.names)))}
+        return {"state": state, "param_groups": [group]}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Copies what ``state_dict``, or a ``torch.optim.RMSprop`` over the same parameters, saved."""
+        state = state_dict["state"]
+        if state:
+            self.square_avg.copy_(torch.cat([state[i]["square_avg"].reshape(-1) for i in range(len(self.names))]))
+            self.num_steps.fill_(float(state[0]["step"]))
+        self.lr.fill_(float(state_dict["param_groups"][0]["lr"]))
 
 
 def clip_grad_norm(grad: torch.Tensor, max_norm: float) -> torch.Tensor:

@@ -101,6 +101,30 @@ class Replay:
         self.cursor.copy_(state["cursor"])
 
 
+class LastStep(NamedTuple):
+    """What the next transition begins with, kept on the learner's device where a step is one compiled function."""
+
+    obs: torch.Tensor  # [N, obs_dim]
+    actions: torch.Tensor  # [N, action_dim] chosen for obs
+    resets: torch.Tensor  # [N] 1 where the step with these actions only resets its environment
+
+    @classmethod
+    def allocate(cls, num_envs: int, obs_dim: int, action_dim: int, device: torch.device) -> "LastStep":
+        shapes = ((num_envs, obs_dim), (num_envs, action_dim), (num_envs,))
+        return cls(*(torch.zeros(shape, device=device) for shape in shapes))
+
+    def complete(self, replay: Replay, told: torch.Tensor) -> None:
+        """Writes the transition to ``replay`` and begins the next one, whose actions are still to be chosen.
+
+        Args:
+            told: [N, obs_dim + 3], what the environments made of the actions: next_obs, reward, termination, done.
+        """
+        next_obs, rewards, terminations, dones = told.split([self.obs.shape[1], 1, 1, 1], 1)
+        replay.add(self.obs, next_obs, self.actions, rewards.squeeze(1), terminations.squeeze(1), self.resets)
+        self.obs.copy_(next_obs)
+        self.resets.copy_(dones.squeeze(1))
+
+
 def free_memory(device: torch.device) -> int:
     """Bytes that can be allocated on ``device``."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available

@@ -264,6 +264,10 @@ class Run:
         """Whether a signal asked the run to end after this update."""
         return self._stop.requested
 
+    def request_stop(self) -> None:
+        """As a signal does: a process beside this one was asked to stop."""
+        self._stop.requested = True
+
     def record_episodes(self, returns, lengths) -> None:
         """Counts finished episodes: undiscounted returns of raw rewards, and lengths in environment steps."""
         self.episodes += len(returns)

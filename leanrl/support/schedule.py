@@ -21,6 +21,10 @@ class UpdateSchedule:
         """Updates to take now that ``global_step`` environment steps are done."""
         return self._owed(global_step) - self._owed(global_step - self.num_envs)
 
+    def begins(self, global_step: int) -> bool:
+        """Whether the first of all updates falls due with this step."""
+        return self._owed(global_step) > 0 == self._owed(global_step - self.num_envs)
+
     def patterns(self, policy_frequency: int) -> set[tuple[bool, ...]]:
         """Every sequence of updates that can fall between two steps, each element telling whether it trains the actor.
 

@@ -9,18 +9,24 @@ class StopRequest:
     """Context manager whose ``requested`` turns true on SIGTERM, SIGUSR1 (SLURM's warning) or the first SIGINT.
 
     A second SIGINT raises KeyboardInterrupt as usual. The former handlers come back on exit.
+
+    Args:
+        quiet: say nothing; for processes beside the one that speaks for the run.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
-    def __init__(self) -> None:
+    def __init__(self, quiet: bool = False) -> None:
         self.requested = False
+        self._quiet = quiet
         self._former: dict[int, object] = {}
 
     def _handle(self, number: int, frame) -> None:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.requested = True
+        if self._quiet:
+            return
         name = signal.Signals(number).name
         # os.write, because print may be interrupted in the middle of a print and refuse to be re-entered.
         with contextlib.suppress(OSError):  # stderr may be a pipe whose reader the same Ctrl-C has killed

@@ -3,7 +3,9 @@
 Each script runs in a process of its own, three times: plainly, for its speed; under PyTorch's profiler, for its parts;
 and eagerly under its counter of floating-point operations. The floor of the matrix products is those operations at the
 speed that a large product reaches here (float32, or bfloat16 with --amp bf16). The profiler lengthens what it looks at,
-mostly the many short parts: the speed beside it tells by how much.
+mostly the many short parts: the speed beside it tells by how much. On a GPU the parts but for the environment are the
+times of kernels, and what is left is the wall clock less all of these: too little where kernels run beside each other
+or while the environment steps.
 
     python -m leanrl.tools.parts
     python -m leanrl.tools.parts --scripts sac_continuous_action_torchcompile:compile -- --amp bf16
@@ -16,7 +18,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +27,7 @@ from typing import Annotated
 import torch
 import tyro
 
-from leanrl.support.devices import available_cores
+from leanrl.support.devices import available_cores, resolve_device
 from leanrl.support.errors import UsageError
 from leanrl.support.executables import CPU_OPTIONS
 from leanrl.support.run import Run, synchronize
@@ -43,12 +45,16 @@ from leanrl.tools.trials import LEVERS, check_script_args, contenders_of, parse_
 
 KINDS = {
     "environment": ("env.step",),
-    "matrix products": ("bmm", "addmm", "::mm", "_mm_out", "cpu_mm"),
-    "random numbers": ("rand", "normal_", "random_"),
+    # Before the products: TorchInductor names its loops after what they are fused with, as in triton_poi_fused_addmm.
     "fused loops": ("cpp_fused", "triton_"),
-    "copies": ("copy_", "clone", "empty", "index_select", "index_copy", "cumsum"),
+    "matrix products": ("bmm", "addmm", "::mm", "_mm_out", "cpu_mm", "gemm", "gemv", "nvjet", "cutlass", "splitK"),
+    "random numbers": ("rand", "normal_", "random_", "distribution"),
+    "copies": ("copy_", "clone", "empty", "index_select", "index_copy", "cumsum", "Memcpy", "Memset", "CatArray"),
 }
 """Part -> what the names of its events contain, the first that fits; all other time is `calls and Python`."""
+
+OTHER_KERNELS = "other kernels"
+"""A GPU's, which fit none of KINDS: mostly the loops of eager PyTorch."""
 
 REST = "calls and Python"
 
@@ -86,26 +92,39 @@ def main(args: Args) -> int:
 
 def measure(entry: str, args: Args) -> dict:
     """One row: microseconds of an environment step by part, its speed without the profiler, and the floor."""
+    script, flags, mode = command(entry, args)
+    row = take_apart(entry, args)
+    plain = in_process(script, [*flags, *mode], "speed")
+    counted = in_process(script, flags, "flops")
+    print(f"{row['who']}: {1e6 / plain['sps']:,.0f} us a step", flush=True)
+    return {
+        **row,
+        "step_us": 1e6 / plain["sps"],
+        "mflop": counted["mflop"],
+        "product_gflops": counted["product_gflops"],
+        "floor_us": 1e3 * counted["mflop"] / counted["product_gflops"],
+    }
+
+
+def take_apart(entry: str, args: Args) -> dict:
+    """Only the parts of such a row: a third of the time that ``measure`` takes."""
+    script, flags, mode = command(entry, args)
+    profiled = in_process(script, [*flags, *mode], "parts")
+    return {
+        "who": " ".join([script, *mode, *args.script_args]),
+        "profiled_step_us": 1e6 / profiled["sps"],
+        "parts_us": profiled["parts_us"],
+    }
+
+
+def command(entry: str, args: Args) -> tuple[str, list[str], list[str]]:
+    """What runs for ``SCRIPT:MODE``: the script, its flags, and those of the mode."""
     script, levers = parse_entry(entry, "scripts")
     if not hasattr(importlib.import_module(f"leanrl.{script}").Args, "learning_starts"):
         raise UsageError(f"--scripts {entry}: only off-policy scripts can be taken apart yet")
     flags = [f"--learning-starts={args.learning_starts}", "--log-every=1000000", *args.script_args]
     flags += [f"--total-timesteps={args.learning_starts + args.steps}"]
-    mode = [f"--{lever}" for lever in LEVERS if lever in (levers or ())]
-    plain = in_process(script, [*flags, *mode], "speed")
-    profiled = in_process(script, [*flags, *mode], "parts")
-    counted = in_process(script, flags, "flops")
-    label = " ".join([script, *mode, *args.script_args])
-    print(f"{label}: {1e6 / plain['sps']:,.0f} us a step", flush=True)
-    return {
-        "who": label,
-        "step_us": 1e6 / plain["sps"],
-        "profiled_step_us": 1e6 / profiled["sps"],
-        "parts_us": profiled["parts_us"],
-        "mflop": counted["mflop"],
-        "product_gflops": counted["product_gflops"],
-        "floor_us": 1e3 * counted["mflop"] / counted["product_gflops"],
-    }
+    return script, flags, [f"--{lever}" for lever in LEVERS if lever in (levers or ())]
 
 
 # ---------------------------------------------------------------------------------------------------- IN A PROCESS
@@ -146,8 +165,9 @@ def observe_run(script: str, flags: list[str], what: str, folder: str, result: P
             return super().finish(state)
 
     watchers = {"speed": ExitStack, "parts": profiler, "flops": flop_counter}
-    module.Run = WatchedRun
-    module.make_envs = recorded(module.make_envs)
+    home = getattr(module, "sibling", module)  # a one-graph rung's loop is its sibling's
+    home.Run = WatchedRun
+    home.make_envs = recorded(home.make_envs)
     if what == "parts":
         CPU_OPTIONS["cpp.enable_kernel_profile"] = True
     args = tyro.cli(module.Args, args=[*flags, "--runs-dir", folder, "--run-name", "run"])
@@ -155,7 +175,7 @@ def observe_run(script: str, flags: list[str], what: str, folder: str, result: P
         module.main(args)
     content = {"sps": found["sps"]}
     if what == "parts":
-        content["parts_us"] = by_part(found["watched"], found["steps"], found["seconds"])
+        content["parts_us"] = by_part(found["watched"], found["steps"], found["seconds"], resolve_device(args).type)
     if what == "flops":
         content["mflop"] = found["watched"].get_total_flops() / 1e6 / found["steps"]
         content["product_gflops"] = product_gflops(torch.bfloat16 if args.amp == "bf16" else torch.float32, args.device)
@@ -194,16 +214,20 @@ def flop_counter():
     return FlopCounterMode(display=False)
 
 
-def by_part(profile: torch.profiler.profile, steps: int, seconds: float) -> dict[str, float]:
-    """Microseconds of a step in each of KINDS, and the rest."""
-    parts = dict.fromkeys(KINDS, 0.0)
+def by_part(profile: torch.profiler.profile, steps: int, seconds: float, device_type: str) -> dict[str, float]:
+    """Microseconds of a step in each of KINDS, on a GPU in other kernels too, and the rest."""
+    on_gpu = device_type == "cuda"
+    parts = dict.fromkeys([*KINDS, OTHER_KERNELS] if on_gpu else KINDS, 0.0)
     for event in profile.key_averages():
-        for kind, names in KINDS.items():
-            if any(name in event.key for name in names):
-                # The environment's time is all that happens within it.
-                total = event.cpu_time_total if kind == "environment" else event.self_cpu_time_total
-                parts[kind] += (total + event.self_device_time_total) / steps
-                break
+        on_cpu = event.device_type == torch.autograd.DeviceType.CPU
+        kind = next((kind for kind, names in KINDS.items() if any(name in event.key for name in names)), None)
+        if kind == "environment":
+            if on_cpu:  # its time is all that happens within it
+                parts[kind] += event.cpu_time_total / steps
+        elif on_gpu and not on_cpu:  # PyTorch's calls are told with the time of the kernels that they start
+            parts[kind or OTHER_KERNELS] += event.self_device_time_total / steps
+        elif kind is not None and not on_gpu:
+            parts[kind] += event.self_cpu_time_total / steps
     parts[REST] = max(0.0, 1e6 * seconds / steps - sum(parts.values()))
     return parts
 
@@ -229,40 +253,41 @@ def product_gflops(dtype: torch.dtype, device: str) -> float:
 
 def render_table(rows: Sequence[dict]) -> str:
     """Microseconds of an environment step."""
-    kinds = [*KINDS, REST]
-    header = ("who", "step", "step, profiled", *kinds, "MFLOP", "floor of the products")
-    cells = [
-        (
-            row["who"],
-            f"{row['step_us']:,.0f}",
-            f"{row['profiled_step_us']:,.0f}",
-            *(f"{row['parts_us'][kind]:,.0f}" for kind in kinds),
-            f"{row['mflop']:,.0f}",
-            f"{row['floor_us']:,.0f}",
-        )
-        for row in rows
-    ]
+    kinds = kinds_of(rows)
+    numbers = {"step_us": "step", "profiled_step_us": "step, profiled"}
+    floors = {"mflop": "MFLOP", "floor_us": "floor of the products"}
+
+    def told(row: dict, keys: Iterable[str]) -> list[str]:
+        return [f"{row[key]:,.0f}" if key in row else "-" for key in keys]
+
+    header = ("who", *numbers.values(), *kinds, *floors.values())
+    cells = [(row["who"], *told(row, numbers), *told(row["parts_us"], kinds), *told(row, floors)) for row in rows]
     legend = "Microseconds of an environment step; the parts are those of the profiled one."
     return f"{markdown_table(header, cells)}\n\n{legend}"
 
 
+def kinds_of(rows: Sequence[dict]) -> list[str]:
+    """The parts in the order of the columns."""
+    others = [OTHER_KERNELS] if any(OTHER_KERNELS in row["parts_us"] for row in rows) else []
+    return [*KINDS, *others, REST]
+
+
 def draw(rows: Sequence[dict]):
-    """A stacked bar a row, its unprofiled length and its floor marked."""
+    """A stacked bar a row, its unprofiled length and its floor marked where they are known."""
     from matplotlib.figure import Figure  # not pyplot, which would look for a screen
 
     figure = Figure(figsize=(11, 1.8 + 0.9 * len(rows)), layout="constrained", dpi=120)
     axes = figure.subplots()
     for i, row in enumerate(rows):
         start = 0.0
-        for kind, color in zip([*KINDS, REST], COLORS[1:], strict=False):
+        for kind, color in zip(kinds_of(rows), COLORS[1:], strict=False):
             axes.barh(i, row["parts_us"][kind], left=start, height=0.42, color=color, label=kind if i == 0 else None)
             start += row["parts_us"][kind]
         axes.text(0, i - 0.27, row["who"], va="bottom", fontsize=10)
-        axes.plot(
-            [row["step_us"]] * 2, [i - 0.26, i + 0.26], color="black", label="step, not profiled" if i == 0 else None
-        )
-        floor = {"color": "black", "linestyle": ":", "label": "floor of the products" if i == 0 else None}
-        axes.plot([row["floor_us"]] * 2, [i - 0.26, i + 0.26], **floor)
+        for key, label, style in (("step_us", "step, not profiled", "-"), ("floor_us", "floor of the products", ":")):
+            if key in row:
+                line = {"color": "black", "linestyle": style, "label": label if i == 0 else None}
+                axes.plot([row[key]] * 2, [i - 0.26, i + 0.26], **line)
     axes.set_ylim(len(rows) - 0.55, -0.75)
     axes.set_yticks([])
     axes.set_title("Microseconds of an environment step, under the profiler", loc="left")

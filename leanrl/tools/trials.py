@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,8 +32,25 @@ RESERVED_FLAGS = ("--total-timesteps", "--seed", "--run-name", "--runs-dir", "--
 # A child asked to stop finishes its update first, or its compilation; past this it is killed.
 STOP_SECONDS = 20
 
-# How often a child's memory is read while it runs.
+# How often a child's memory and its deadline are looked at while it runs.
 MEMORY_SECONDS = 0.25
+
+
+@dataclass
+class Deadline:
+    """A time of ``time.monotonic()`` by which something ends; setting it to 0 ends it now, from any thread."""
+
+    at: float
+
+    @classmethod
+    def within(cls, seconds: float) -> "Deadline":
+        """``seconds`` from now."""
+        return cls(time.monotonic() + seconds)
+
+    @property
+    def seconds_left(self) -> float:
+        """Below 0 once it has passed."""
+        return self.at - time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -60,6 +78,15 @@ class Trial:
     peak_memory_mb: float | None = None
     """the most memory that the run's process held in RAM, in 10**6 bytes; None where the system does not tell"""
 
+    def read(self) -> None:
+        """Takes over what the run has left in its directory so far."""
+        run_dir = Path(self.run_dir)
+        self.summary, self.args = read_json(run_dir / "summary.json"), read_json(run_dir / "args.json")
+        self.metrics = [
+            {key: value for key, value in point.items() if key == "global_step" or key.startswith("charts/")}
+            for point in read_metrics(run_dir)
+        ]
+
     @property
     def failure(self) -> str | None:
         """Why this trial does not count, None where it does."""
@@ -75,7 +102,7 @@ class Trial:
 
 def takes_modes(script: str) -> bool:
     """Whether a script has ``--compile`` and ``--cudagraphs``: the fast rungs and the distributed scripts do."""
-    return script.endswith("_torchcompile") or script.startswith("cleanba_")
+    return script.endswith(("_torchcompile", "_onegraph")) or script.startswith("cleanba_")
 
 
 def parse_entry(entry: str, name: str) -> tuple[str, frozenset[str] | None]:
@@ -224,25 +251,28 @@ def run_trials(contenders: Sequence[Contender], seeds: Sequence[int], runs_dir: 
     return trials
 
 
-def run_trial(contender: Contender, seed: int, runs_dir: Path) -> Trial:
-    """Runs one contender to its end, in a run directory of its own, and reads that."""
+def run_trial(
+    contender: Contender, seed: int, runs_dir: Path, deadline: Deadline | None = None, output: Path | None = None
+) -> Trial:
+    """Runs one contender to its end, in a run directory of its own, and reads that; the rest as ``run_child``."""
     name = re.sub(r"[^A-Za-z0-9]+", "_", contender.label).strip("_")
     # With the time, so that a second call may use the same folder.
     run_name = f"{name}__seed{seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     flags = ["--seed", str(seed), "--run-name", run_name, "--runs-dir", str(runs_dir)]
     trial = Trial(contender.label, seed, [*contender.command, *flags], str(runs_dir / run_name), exit_code=0)
-    trial.exit_code, trial.peak_memory_mb = run_child(trial.command)
-    trial.summary = read_json(Path(trial.run_dir) / "summary.json")
-    trial.args = read_json(Path(trial.run_dir) / "args.json")
-    trial.metrics = [
-        {key: value for key, value in point.items() if key == "global_step" or key.startswith("charts/")}
-        for point in read_metrics(Path(trial.run_dir))
-    ]
+    trial.exit_code, trial.peak_memory_mb = run_child(trial.command, deadline, output)
+    trial.read()
     return trial
 
 
-def run_child(command: Sequence[str]) -> tuple[int, float | None]:
-    """Runs ``command`` on this terminal; it does not outlive this call.
+def run_child(
+    command: Sequence[str], deadline: Deadline | None = None, output: Path | None = None
+) -> tuple[int, float | None]:
+    """Runs ``command``; it does not outlive this call.
+
+    Args:
+        deadline: when it is asked to stop (a script checkpoints then and calls its run interrupted); None for never.
+        output: file for what it prints; None for this terminal.
 
     Returns:
         its exit code, and the most memory that it held (None where it ended at once or the system does not tell).
@@ -250,7 +280,15 @@ def run_child(command: Sequence[str]) -> tuple[int, float | None]:
     path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
     # In a process group of its own, Ctrl-C reaches the child through `stop` only: not while it imports, which would
     # print a traceback, and not the compilers that it has started.
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path}, process_group=0)
+    with nullcontext() if output is None else open(output, "wb") as file:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file and subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": path},
+            process_group=0,
+        )
     peak = None
     try:
         while True:
@@ -258,6 +296,8 @@ def run_child(command: Sequence[str]) -> tuple[int, float | None]:
                 return child.wait(MEMORY_SECONDS), peak
             except subprocess.TimeoutExpired:
                 peak = peak_memory_mb(child.pid) or peak
+            if deadline is not None and deadline.seconds_left <= 0:
+                stop(child)
     finally:
         if child.poll() is None:
             stop(child)

@@ -1,0 +1,114 @@
+"""The flags of the runtime, which both distributed scripts have."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import tyro
+
+from leanrl.sebulba.layout import Layout
+from leanrl.support.cli import RunArgs
+from leanrl.support.devices import available_cores, resolve_device, update_threads
+from leanrl.support.errors import UsageError, bad, require_at_least, require_positive
+from leanrl.support.hub import require_hub
+
+
+@dataclass
+class SebulbaArgs(RunArgs):
+    """Where things run, and when they stop; the names are Cleanba's."""
+
+    device: str = "auto"
+    """auto, cpu or cuda; on cpu the device ids below are virtual devices of this machine"""
+    amp: Literal["none", "bf16"] = "none"
+    """bf16 runs the networks under autocast"""
+    compile: bool = False
+    """compile inference and update with torch.compile"""
+    cudagraphs: bool = False
+    """replay inference and update as CUDA graphs (tensordict's CudaGraphModule)"""
+    num_threads: int | None = None
+    """CPU threads of a learner; by default all cores where it is the only process, works on images or large
+    minibatches, and neither --policy-lag nor --exact-reduction is given; else 1. Acting uses 1."""
+    env_threads: int | None = None
+    """C++ threads of each actor thread's EnvPool; by default its part of the cores"""
+
+    local_num_envs: int = 48
+    """environments of each actor thread"""
+    num_actor_threads: int = 2
+    """actor threads on each actor device"""
+    actor_device_ids: tuple[int, ...] = (0,)
+    """devices of a group that act"""
+    learner_device_ids: tuple[int, ...] = (0,)
+    """devices of a group that learn; a device in both lists does both in one process"""
+    distributed: bool = False
+    """this is one of several tasks under SLURM's variables, each with a group of its own"""
+    policy_lag: int = 0
+    """rollout r is produced by the parameters after r - 1 - POLICY_LAG updates; 0 is synchronous"""
+    num_shards: int | None = None
+    """parts of the global batch with a permutation and normalisation of their own; by default one a learner. Runs with
+    as many shards and environments compute the same updates in every layout."""
+    exact_reduction: bool = False
+    """parameters are bitwise equal over layouts: gradients are gathered and summed in the order of the shards, and
+    inference runs in blocks of one shard"""
+    timeout: float = 1800.0
+    """seconds after which a wait for another process or thread is a stall that ends the run; must be more than an
+    update or a rollout takes. A process that gives no sign of life ends it after a minute at most."""
+
+    log_frequency: int = 10
+    """updates between log points"""
+    checksum_frequency: int = 100
+    """updates between comparisons of the learners' parameters; a difference ends the run"""
+    max_seconds: float | None = None
+    """stop after this much wall clock"""
+    target_return: float | None = None
+    """stop once the mean of the last 100 episodes reaches this"""
+
+    upload_model: bool = False
+    """upload the model to the Hugging Face Hub at the end, as ENV_ID-SCRIPT-seedSEED; saves it too"""
+    hf_entity: str = ""
+    """user or organisation on the Hub; by default who is logged in"""
+
+    num_envs: tyro.conf.Suppress[int] = 0
+    """environments in all, filled in when the layout is known"""
+
+    def __post_init__(self) -> None:
+        # Lists, where they come from args.json.
+        self.actor_device_ids, self.learner_device_ids = tuple(self.actor_device_ids), tuple(self.learner_device_ids)
+
+
+def validate_runtime(args: SebulbaArgs) -> None:
+    """Raises UsageError on the first flag of the runtime that cannot work, whatever the layout."""
+    require_at_least(args, 1, "num_threads", "env_threads", "log_frequency", "checksum_frequency", "checkpoint_every")
+    require_at_least(args, 0, "policy_lag")
+    require_positive(args, "timeout", "max_seconds")
+    if args.upload_model:
+        require_hub()
+    if args.capture_video:
+        raise UsageError(
+            "--capture-video: these scripts do not film; use `python -m leanrl.tools.evaluate --capture-video`"
+        )
+
+
+def resolve_devices(args: SebulbaArgs) -> torch.device:
+    """``cpu`` or ``cuda``, after checking that this machine has the devices of a group."""
+    if args.device.startswith("cuda:"):
+        raise bad(
+            "device", args.device, "must be auto, cpu or cuda; --actor-device-ids and --learner-device-ids choose"
+        )
+    device = resolve_device(args)
+    if device.type == "cuda":
+        for name in ("actor_device_ids", "learner_device_ids"):
+            ids = getattr(args, name)
+            if max(ids) >= torch.cuda.device_count():
+                there = f"this machine has {torch.cuda.device_count()} CUDA device(s), numbered from 0"
+                raise bad(name, " ".join(map(str, ids)), there)
+    return torch.device(device.type)
+
+
+def learner_threads(args: SebulbaArgs, layout: Layout, is_image: bool) -> int:
+    """CPU threads of PyTorch in a learner's process: all cores where nothing else wants them and the work is large."""
+    # Threads spin against whatever else wants their cores; and the last bits of a sum depend on their number.
+    alone = len(layout.parts) == 1 and args.policy_lag == 0 and not args.exact_reduction
+    minibatch_size = layout.num_envs * args.num_steps // args.num_minibatches
+    if args.num_threads is None and alone:
+        return available_cores() if is_image else update_threads(None, minibatch_size)
+    return args.num_threads or 1

@@ -1,0 +1,153 @@
+"""What processes tell each other: gloo on CPUs, NCCL on GPUs, always from the main thread and in the same order.
+
+Each iteration: rollouts from actors to learners, one sum of gradients an optimiser step, one report a learner, and the
+new parameters to the actors that have no learner beside them.
+"""
+
+import datetime
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from leanrl.sebulba.layout import Layout, Part
+from leanrl.sebulba.status import PeerLost
+
+SUPERVISOR_STORE = "LEANRL_SUPERVISOR_STORE"
+
+
+@contextmanager
+def waiting_for(what: str) -> Iterator[None]:
+    """Turns the backend's errors into PeerLost: they mean that a peer is gone or did not come in time."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLost(f"lost {what} ({str(error).strip().splitlines()[0][:200]})") from None
+
+
+class Collectives:
+    """The process groups of one process.
+
+    Args:
+        layout, part: who is there, and which of them this is.
+        device: where messages are.
+        timeout: seconds until a wait for a peer is an error.
+        exact: sum in the order of the shards, the same in every layout; costs the memory of a gradient a shard.
+    """
+
+    def __init__(self, layout: Layout, part: Part, device: torch.device, timeout: float, exact: bool) -> None:
+        self._layout, self._part, self._device = layout, part, device
+        self._exact = exact
+        self.all_reduce_seconds = 0.0
+        """spent summing gradients, ever (on a GPU: launching the sums)"""
+        self._alone = len(layout.parts) == 1
+        self._learners = self._actors = None
+        if self._alone:
+            return
+        limit = datetime.timedelta(seconds=timeout)
+        store = None
+        if SUPERVISOR_STORE in os.environ:
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = dist.TCPStore(host, port, is_master=False, timeout=limit)
+        with waiting_for(f"the other processes, at the rendezvous at {os.environ.get('MASTER_ADDR')}"):
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                store=store,
+                rank=part.rank,
+                world_size=len(layout.parts),
+                timeout=limit,
+                device_id=device if device.type == "cuda" else None,
+            )
+            # Every process makes every group, in the same order.
+            learner_ranks = [p.rank for p in layout.parts if p.learner is not None]
+            learners = dist.new_group(learner_ranks, timeout=limit)
+            if part.learner is not None and len(learner_ranks) > 1:
+                self._learners = learners
+            for group in range(layout.num_groups):
+                members = [p for p in layout.parts if p.group == group]
+                ranks = [min(p.rank for p in members if p.learner is not None)]
+                ranks += [p.rank for p in members if p.learner is None]
+                actors = dist.new_group(ranks, timeout=limit)
+                if part.rank in ranks and len(ranks) > 1:
+                    self._actors, self._params_from = actors, ranks[0]
+
+    def close(self) -> None:
+        if not self._alone:
+            dist.destroy_process_group()
+
+    def barrier(self) -> None:
+        """Waits until every process has come here."""
+        if not self._alone:
+            with waiting_for("another process, which did not get ready"):
+                dist.all_reduce(torch.zeros(1, device=self._device))
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Overwrites ``tensors`` with those of learner 0, which leads."""
+        if not self._alone:
+            lead = self._layout.learner_part(0)
+            with waiting_for(f"{lead.name}, which sends its state"):
+                for tensor in tensors:
+                    message = tensor.to(self._device)
+                    dist.broadcast(message, lead.rank)
+                    tensor.copy_(message)
+
+    def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Sends and receives rollouts: (rank, message) each, those between two ranks in the same order on both."""
+        operations = [dist.P2POp(dist.isend, message, rank) for rank, message in sends]
+        operations += [dist.P2POp(dist.irecv, message, rank) for rank, message in receives]
+        if not operations:
+            return
+        names = [f"{self._layout.parts[operation.peer].name}, a rollout" for operation in operations]
+        with waiting_for(names[-1]):
+            works = dist.batch_isend_irecv(operations)
+        # NCCL gives one handle for all.
+        for work, name in zip(works, names, strict=False):
+            with waiting_for(name):
+                work.wait()
+
+    def sum_over_shards(self, vectors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The sum of one vector a shard over all learners' shards; this learner's own are ``vectors``, in order.
+
+        A vector may be overwritten.
+        """
+        if self._learners is None:
+            return sum_in_order(vectors)
+        start = time.perf_counter()
+        with waiting_for("another learner, in a sum of gradients"):
+            if self._exact:
+                mine = torch.stack(list(vectors))
+                everyone = [torch.empty_like(mine) for _ in range(self._layout.num_learners)]
+                dist.all_gather(everyone, mine, group=self._learners)
+                total = sum_in_order([vector for shards in everyone for vector in shards])
+            else:
+                total = sum_in_order(vectors)  # of one vector that vector itself, which nobody reads again
+                dist.all_reduce(total, group=self._learners)
+        self.all_reduce_seconds += time.perf_counter() - start
+        return total
+
+    def gather_reports(self, report: torch.Tensor) -> torch.Tensor:
+        """Every learner's report [K] float64 on the CPU: [num_learners, K]."""
+        if self._learners is None:
+            return report.unsqueeze(0)
+        message = report.to(self._device)
+        reports = [torch.empty_like(message) for _ in range(self._layout.num_learners)]
+        with waiting_for("another learner, its report"):
+            dist.all_gather(reports, message, group=self._learners)
+        return torch.stack(reports).cpu()
+
+    def share_params(self, message: torch.Tensor) -> None:
+        """From the first learner of a group to its actors that have no learner: overwrites ``message`` there."""
+        if self._actors is not None:
+            with waiting_for(f"{self._layout.parts[self._params_from].name}, the new parameters"):
+                dist.broadcast(message, self._params_from, group=self._actors)
+
+
+def sum_in_order(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum, added up from the first to the last."""
+    total = vectors[0]
+    for vector in vectors[1:]:
+        total = total + vector
+    return total

@@ -1,0 +1,44 @@
+"""Pools of environments for actor threads: Atari in either protocol, and EnvPool's others with discrete actions."""
+
+import gymnasium as gym
+from gymnasium.vector import VectorEnv
+
+from leanrl.support.atari import CLEANBA, CLEANRL, atari_games, make_atari_envs
+from leanrl.support.envs import EnvPoolVectorEnv, env_seeds, near_names, require_envpool
+from leanrl.support.errors import bad
+
+PROTOCOLS = {"cleanba": CLEANBA, "cleanrl": CLEANRL}
+
+
+def make_pool(
+    env_id: str, envs: range, seed: int, protocol: str, num_threads: int = 1, start: int = 0
+) -> EnvPoolVectorEnv:
+    """A synchronous pool of the environments with the global numbers ``envs``.
+
+    Args:
+        seed: of the run; each environment gets its own from it.
+        protocol: a key of PROTOCOLS, for Atari games.
+        num_threads: C++ threads.
+        start: environment steps at which the run is taken up.
+
+    Raises:
+        UsageError: EnvPool is missing or has no such environment, or not one that these scripts can learn.
+    """
+    known = require_envpool("the distributed scripts").list_all_envs()
+    if env_id not in known:
+        raise bad("env_id", env_id, f"is not an EnvPool environment{near_names(env_id, known)}")
+    if env_id in atari_games():
+        options = {"num_threads": num_threads, "start": start, "first_index": envs.start}
+        return make_atari_envs(env_id, len(envs), seed, PROTOCOLS[protocol], **options)
+    pool = EnvPoolVectorEnv(env_id, env_seeds(seed, len(envs), envs.start, start), num_threads)
+    require_learnable(pool, env_id)
+    return pool
+
+
+def require_learnable(envs: VectorEnv, env_id: str) -> None:
+    """UsageError unless actions are numbered from 0 and an observation is one array of numbers."""
+    action, obs = envs.single_action_space, envs.single_observation_space
+    if not isinstance(action, gym.spaces.Discrete) or action.start != 0:
+        raise bad("env_id", env_id, f"has {type(action).__name__} actions; this script needs Discrete ones, from 0 on")
+    if not isinstance(obs, gym.spaces.Box):
+        raise bad("env_id", env_id, f"has observations of {obs}; this script needs an array of numbers")

@@ -1,0 +1,154 @@
+"""Starting a run: as the supervisor of local processes, or as one process among those that somebody else started."""
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from leanrl.sebulba.algorithm import Algorithm
+from leanrl.sebulba.args import SebulbaArgs, resolve_devices, validate_runtime
+from leanrl.sebulba.collectives import SUPERVISOR_STORE
+from leanrl.sebulba.environments import make_pool
+from leanrl.sebulba.layout import Layout
+from leanrl.sebulba.mailbox import Stopped
+from leanrl.sebulba.status import Status
+from leanrl.sebulba.supervisor import Child, supervise
+from leanrl.sebulba.worker import work
+from leanrl.support.errors import UsageError, bad
+
+RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID")
+# The ports that SLURM jobs meet at, by job number.
+FIRST_PORT, NUM_PORTS = 20_000, 20_000
+
+
+def start(args: SebulbaArgs, script_file: str, algorithm: Algorithm) -> None:
+    """Runs a distributed script, whichever way it was started, to its end.
+
+    - Under torchrun (or whatever else sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT), and as a child of the
+      supervisor: takes its place as that rank.
+    - With ``--distributed``, under SLURM's variables: supervises the processes of this task's group.
+    - Otherwise: supervises all processes, on this machine.
+
+    Args:
+        args: the script's; its own flags are validated already.
+        script_file: ``__file__`` of the script.
+
+    Raises:
+        UsageError: a layout that cannot be, or that does not fit the processes that were started.
+        SystemExit: something failed, here or in another process.
+    """
+    validate_runtime(args)
+    device = resolve_devices(args)
+    as_rank = all(name in os.environ for name in RENDEZVOUS)
+    group_size = len(set(args.actor_device_ids) | set(args.learner_device_ids))
+    slurm = None if as_rank or not args.distributed else slurm_task(os.environ)
+    num_groups = 1 if slurm is None else slurm.num_tasks
+    if as_rank:
+        world_size = int(os.environ["WORLD_SIZE"])
+        num_groups, rest = divmod(world_size, group_size)
+        if rest or not num_groups:
+            needed = f"{world_size} processes were started, but this layout has {group_size} a group"
+            raise UsageError(f"--actor-device-ids and --learner-device-ids: {needed}; start a multiple of them")
+    layout = Layout.of(args, num_groups)
+    args.num_envs = layout.num_envs
+    if args.total_timesteps < layout.num_envs * args.num_steps:
+        needed = f"is less than one rollout, {layout.num_envs * args.num_steps} steps"
+        raise bad("total_timesteps", args.total_timesteps, needed)
+    algorithm.validate(args, layout)
+    if as_rank:
+        _run_rank(args, script_file, algorithm, layout, device)
+        return
+    # What every process would find out, told once and before any is started.
+    pool = make_pool(args.env_id, range(1), args.seed, args.protocol)
+    algorithm.make_agent(pool.single_observation_space, int(pool.single_action_space.n), args)
+    pool.close()
+    first_rank = 0 if slurm is None else slurm.number * group_size
+    environ = {"WORLD_SIZE": str(len(layout.parts))}
+    store = None
+    if slurm is not None:
+        environ |= {"MASTER_ADDR": slurm.host, "MASTER_PORT": str(slurm.port)}
+    else:
+        # The supervisor holds the port from now on: one that it had only looked up could be taken before it is used.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), SUPERVISOR_STORE: "1"}
+    children = [
+        Child(
+            part.name,
+            [sys.executable, str(Path(script_file).resolve()), *sys.argv[1:]],
+            {**os.environ, **environ, "RANK": str(part.rank), "LOCAL_RANK": str(part.rank - first_rank)},
+        )
+        for part in layout.parts[first_rank : first_rank + group_size]
+    ]
+    code = supervise(children, args.timeout)
+    del store
+    if code:
+        raise SystemExit(code)
+
+
+def _run_rank(args, script_file: str, algorithm: Algorithm, layout: Layout, device: torch.device) -> None:
+    """Takes the place of rank RANK; a failure is told, and ends this process at once."""
+    part = layout.parts[int(os.environ["RANK"])]
+    if device.type == "cuda":
+        # Groups of one machine, under torchrun, have its devices one after the other.
+        local_group = int(os.environ.get("LOCAL_RANK", "0")) // len(layout.device_ids)
+        index = local_group * (max(layout.device_ids) + 1) + part.device_id
+        if index >= torch.cuda.device_count():
+            there = f"group {local_group} of this machine needs CUDA device {index}, there are"
+            raise bad("device", args.device, f"{there} {torch.cuda.device_count()}")
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+    status = Status(part.name)
+    try:
+        work(args, script_file, algorithm, layout, part, device, status)
+    except UsageError:
+        raise
+    except Stopped:  # an actor thread has failed, and told it
+        status.wait_until_told()
+        os._exit(1)
+    except Exception as error:
+        status.fail(error)
+        # Not sys.exit, which would wait for threads of a broken process group.
+        os._exit(1)
+
+
+class SlurmTask(NamedTuple):
+    """This process's place in a SLURM step."""
+
+    number: int
+    """of this task; its group has that number"""
+    num_tasks: int
+    host: str
+    """where rank 0 is"""
+    port: int
+
+
+def slurm_task(environ: Mapping[str, str]) -> SlurmTask:
+    """Reads SLURM's variables; MASTER_ADDR and MASTER_PORT override the first host of the step and the job's port.
+
+    Raises:
+        UsageError: a variable is missing or makes no sense.
+    """
+    for name in SLURM:
+        if name not in environ:
+            raise UsageError(
+                f"--distributed: {name} is not set; start with srun or torchrun, or leave --distributed out"
+            )
+    try:
+        number, num_tasks = int(environ["SLURM_PROCID"]), int(environ["SLURM_NTASKS"])
+        port = int(environ.get("MASTER_PORT", FIRST_PORT + int(environ["SLURM_JOB_ID"]) % NUM_PORTS))
+    except ValueError as error:
+        raise UsageError(f"--distributed: SLURM's variables should be numbers ({error})") from None
+    if not 0 <= number < num_tasks:
+        raise UsageError(f"--distributed: SLURM_PROCID {number} must be from 0 to SLURM_NTASKS - 1 = {num_tasks - 1}")
+    return SlurmTask(number, num_tasks, environ.get("MASTER_ADDR") or first_host(environ["SLURM_STEP_NODELIST"]), port)
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a list in SLURM's notation: ``gpu[07-09,12],login`` -> ``gpu07``."""
+    return re.sub(r"\[(\w+)[^]]*\]", r"\1", re.split(r",(?![^[]*\])", nodelist)[0])

@@ -1,0 +1,179 @@
+"""Who runs where, and which environments are whose: ``a0-l1,2-d1`` as processes, ranks, shards and pieces."""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from leanrl.support.errors import UsageError, bad, require_at_least
+
+
+class Part(NamedTuple):
+    """One process: all that happens on one device of one group."""
+
+    rank: int
+    group: int
+    device_id: int
+    actor: int | None
+    """number of its actor device among those of all groups; None where no actor threads run here"""
+    learner: int | None
+    """number of its learner among those of all groups; None where none runs here"""
+
+    @property
+    def name(self) -> str:
+        """What errors call it: ``learner 1 (rank 2)``."""
+        roles = [f"actor {self.actor}"] if self.actor is not None else []
+        roles += [f"learner {self.learner}"] if self.learner is not None else []
+        return f"{' and '.join(roles)} (rank {self.rank})"
+
+
+class Piece(NamedTuple):
+    """What one actor thread plays of one shard: the unit in which rollouts travel."""
+
+    actor: int
+    thread: int
+    learner: int
+    shard: int
+    envs: range
+    """global numbers of its environments"""
+
+
+def parse_layout(text: str) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """``a0-l1,2-d1`` -> actor device ids, learner device ids, number of groups. UsageError for anything else."""
+    match = re.fullmatch(r"a(\d+(?:,\d+)*)-l(\d+(?:,\d+)*)-d([1-9]\d*)", text)
+    if not match:
+        raise UsageError(f"{text}: not a layout; write actor devices, learner devices and groups as in a0-l1,2-d1")
+    actors, learners = (tuple(map(int, ids.split(","))) for ids in match.groups()[:2])
+    return actors, learners, int(match[3])
+
+
+class Layout:
+    """The processes of a run and the fixed partition of its environments.
+
+    Environments are numbered over groups, actor devices, threads and places in a thread, in this order. A shard is a
+    block of consecutive ones, and a learner serves consecutive shards of its own group, so that shard s holds the same
+    environments in every layout with as many environments in all.
+
+    Args:
+        actor_device_ids, learner_device_ids: of one group; a device in both holds both in one process.
+        num_groups: how many times that is there (``d2``: 2).
+        num_actor_threads: of each actor device.
+        local_num_envs: of each actor thread.
+        num_shards: None for one a learner.
+
+    Raises:
+        UsageError: device ids negative or named twice, or numbers that do not divide.
+    """
+
+    def __init__(
+        self,
+        actor_device_ids: Sequence[int],
+        learner_device_ids: Sequence[int],
+        num_groups: int = 1,
+        num_actor_threads: int = 1,
+        local_num_envs: int = 1,
+        num_shards: int | None = None,
+    ) -> None:
+        for name, ids in (("actor_device_ids", actor_device_ids), ("learner_device_ids", learner_device_ids)):
+            if not ids or min(ids) < 0 or len(set(ids)) < len(ids):
+                raise bad(name, " ".join(map(str, ids)), "needs at least one device, from 0 on, and none twice")
+        self.actor_device_ids, self.learner_device_ids = tuple(actor_device_ids), tuple(learner_device_ids)
+        self.num_groups = num_groups
+        self.num_actor_threads = num_actor_threads
+        self.local_num_envs = local_num_envs
+        self.num_actors = num_groups * len(actor_device_ids)
+        self.num_learners = num_groups * len(learner_device_ids)
+        self.num_envs = self.num_actors * num_actor_threads * local_num_envs
+        self.num_shards = self.num_learners if num_shards is None else num_shards
+        if self.num_shards < 1 or self.num_shards % self.num_learners:
+            raise bad(
+                "num_shards", self.num_shards, f"must be a multiple of the number of learners, {self.num_learners}"
+            )
+        if self.num_envs % self.num_shards and num_shards is not None:
+            raise bad("num_shards", num_shards, f"must divide the {self.num_envs} environments of all actor threads")
+        if self.num_envs % self.num_shards:
+            what = f"gives {self.num_envs} environments in all, which {self.num_shards} learners cannot share evenly"
+            step = self.num_shards // math.gcd(self.num_shards, self.num_envs // local_num_envs)
+            raise bad("local_num_envs", local_num_envs, f"{what}; use a multiple of {step}")
+        self.shard_size = self.num_envs // self.num_shards
+        self.shards_per_learner = self.num_shards // self.num_learners
+        # Actor devices first: rank 0 acts, and where it learns too it is also the first learner.
+        self.device_ids = tuple(dict.fromkeys((*actor_device_ids, *learner_device_ids)))
+        self.parts = tuple(self._part(rank) for rank in range(num_groups * len(self.device_ids)))
+
+    def _part(self, rank: int) -> Part:
+        group, local = divmod(rank, len(self.device_ids))
+        device_id = self.device_ids[local]
+
+        def number(ids: tuple[int, ...]) -> int | None:
+            return group * len(ids) + ids.index(device_id) if device_id in ids else None
+
+        return Part(rank, group, device_id, number(self.actor_device_ids), number(self.learner_device_ids))
+
+    def __str__(self) -> str:
+        actors, learners = (",".join(map(str, ids)) for ids in (self.actor_device_ids, self.learner_device_ids))
+        return f"a{actors}-l{learners}-d{self.num_groups}"
+
+    def actor_part(self, actor: int) -> Part:
+        """The process of an actor device."""
+        return next(part for part in self.parts if part.actor == actor)
+
+    def learner_part(self, learner: int) -> Part:
+        """The process of a learner. That of learner 0 leads: it owns the run directory."""
+        return next(part for part in self.parts if part.learner == learner)
+
+    def thread_name(self, actor: int, thread: int) -> str:
+        """What errors call an actor thread: ``actor thread 3 (rank 0)``, counted over all actors."""
+        return f"actor thread {actor * self.num_actor_threads + thread} (rank {self.actor_part(actor).rank})"
+
+    def thread_envs(self, actor: int, thread: int) -> range:
+        """Global numbers of the environments of an actor thread."""
+        first = (actor * self.num_actor_threads + thread) * self.local_num_envs
+        return range(first, first + self.local_num_envs)
+
+    def shard_envs(self, shard: int) -> range:
+        """Global numbers of the environments of a shard."""
+        return range(shard * self.shard_size, (shard + 1) * self.shard_size)
+
+    def shards_of(self, learner: int) -> range:
+        """The shards that a learner serves."""
+        return range(learner * self.shards_per_learner, (learner + 1) * self.shards_per_learner)
+
+    def pieces_of_thread(self, actor: int, thread: int) -> list[Piece]:
+        """What an actor thread plays, in the order of its environments."""
+        envs = self.thread_envs(actor, thread)
+        shards = range(envs.start // self.shard_size, (envs.stop - 1) // self.shard_size + 1)
+        return [
+            Piece(
+                actor,
+                thread,
+                shard // self.shards_per_learner,
+                shard,
+                range(max(envs.start, shard * self.shard_size), min(envs.stop, (shard + 1) * self.shard_size)),
+            )
+            for shard in shards
+        ]
+
+    def pieces_of_learner(self, learner: int) -> list[Piece]:
+        """What a learner is fed with, in the order of the environments."""
+        threads = [(actor, thread) for actor in range(self.num_actors) for thread in range(self.num_actor_threads)]
+        pieces = [piece for place in threads for piece in self.pieces_of_thread(*place)]
+        return [piece for piece in pieces if piece.learner == learner]
+
+    @classmethod
+    def of(cls, args, num_groups: int = 1) -> "Layout":
+        """The layout that the arguments of a script ask for; UsageError for what cannot be."""
+        require_at_least(args, 1, "local_num_envs", "num_actor_threads", "num_shards")
+        layout = cls(
+            args.actor_device_ids,
+            args.learner_device_ids,
+            num_groups,
+            args.num_actor_threads,
+            args.local_num_envs,
+            args.num_shards,
+        )
+        if args.exact_reduction and args.local_num_envs % layout.shard_size:
+            needed = layout.num_envs // math.gcd(args.local_num_envs, layout.shard_size)
+            remedy = f"holds no whole shards of {layout.shard_size} environments, which --exact-reduction needs"
+            raise bad("local_num_envs", args.local_num_envs, f"{remedy}; use --num-shards {needed}")
+        return layout

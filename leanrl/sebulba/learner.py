@@ -1,0 +1,172 @@
+"""A learner: from rollouts to parameters, iteration after iteration, and on one of them the records of the run."""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from leanrl.sebulba.algorithm import Update
+from leanrl.sebulba.collectives import Collectives
+from leanrl.sebulba.layout import Layout, Part
+from leanrl.sebulba.params import ParamsSource
+from leanrl.sebulba.pipeline import Pipeline
+from leanrl.sebulba.report import Report, Times, checksum, ended_episodes, read_reports, write_report
+from leanrl.sebulba.rollout import Rollout
+from leanrl.support.optim import FlatParameters
+from leanrl.support.run import Run, synchronize
+
+TIMELINE_FILE = "timeline.jsonl"
+
+
+class Learner:
+    """Takes the updates of one process; all learners do the same at the same time.
+
+    Args:
+        layout, part: who is there, and which of them this is.
+        pipeline: fills ``shards``.
+        shards: the rollouts that ``update`` trains on.
+        update: the algorithm's.
+        optimizer: holds the parameters.
+        collectives: of this process.
+        source: of the actor threads in this process; None where there are none.
+        args: the script's.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        part: Part,
+        pipeline: Pipeline,
+        shards: Sequence[Rollout],
+        update: Update,
+        optimizer: FlatParameters,
+        collectives: Collectives,
+        source: ParamsSource | None,
+        args,
+    ) -> None:
+        self._layout, self._part = layout, part
+        self._pipeline, self._shards, self._update = pipeline, shards, update
+        self._optimizer, self._collectives, self._source = optimizer, collectives, source
+        self._args = args
+        self._num_threads = torch.get_num_threads()
+        self._num_pieces = max(len(layout.pieces_of_learner(i)) for i in range(layout.num_learners))
+        self._message = torch.zeros(len(optimizer.params) + 1, device=optimizer.params.device)
+
+    def iterate(self, number: int, last: int, stop_requested: bool) -> tuple[list[Report], torch.Tensor, bool]:
+        """Trains on rollout ``number`` and passes the new parameters on.
+
+        Args:
+            last: number of the last rollout.
+            stop_requested: whether this process was asked to stop.
+
+        Returns:
+            the reports of all learners, the losses, and whether this was the last iteration: the same for all.
+
+        Raises:
+            RuntimeError: the learners' parameters differ.
+        """
+        started = time.time()
+        headers = self._pipeline.exchange(number)
+        filled = time.time()
+        all_reduce = self._collectives.all_reduce_seconds
+        torch.set_num_threads(self._num_threads)  # MKL has one number for all threads, and actors set 1
+        losses = self._update.run(number)
+        synchronize(self._optimizer.params.device)
+        updated = time.time()
+        times = Times(started, filled, updated, filled - started, self._collectives.all_reduce_seconds - all_reduce)
+        check = number % self._args.checksum_frequency == 0 or number == last
+        sum_of_bits = checksum(self._optimizer.params) if check else 0
+        written = write_report(
+            stop_requested, sum_of_bits, times, [header for _, header in headers], self._shards, self._num_pieces
+        )
+        reports = read_reports(self._layout, self._collectives.gather_reports(written), self._args.num_steps)
+        for learner, report in enumerate(reports):
+            if report.checksum != reports[0].checksum:
+                names = [self._layout.learner_part(i).name for i in (learner, 0)]
+                raise RuntimeError(f"the parameters of {' and '.join(names)} differ after update {number}")
+        stop = number == last or any(report.stop for report in reports)
+        self._message[:-1] = self._optimizer.params
+        self._message[-1] = float(stop)
+        self._collectives.share_params(self._message)
+        if self._source is not None:
+            self._source.publish(number, self._optimizer.params)
+        return reports, losses, stop
+
+
+class Records:
+    """What the leading learner writes down of every iteration.
+
+    Args:
+        run: the run, entered.
+        layout: for the names of the parts.
+        loss_names: of the losses that ``Update.run`` returns.
+        state_dict: the script's state, for checkpoints.
+    """
+
+    def __init__(self, run: Run, layout: Layout, loss_names: Sequence[str], state_dict: Callable[[], dict]) -> None:
+        self._run, self._layout = run, layout
+        self._loss_names, self._state_dict = loss_names, state_dict
+        path = run.dir / TIMELINE_FILE
+        cut_timeline(path, run.global_step)
+        self._timeline = open(path, "a", buffering=1)
+
+    def close(self) -> None:
+        self._timeline.close()
+
+    def add(self, number: int, reports: Sequence[Report], losses: torch.Tensor, optimizer: FlatParameters) -> None:
+        """Counts an iteration; logs and checkpoints where it is time to."""
+        run, args = self._run, self._run.args
+        batch_size = self._layout.num_envs * args.num_steps
+        run.global_step += batch_size
+        run.record_episodes(*ended_episodes(reports))
+        self._timeline.write(json.dumps(self._spans(number, reports)) + "\n")
+        if number % args.log_frequency == 0 or run.global_step == run.total_steps:
+            named = {f"losses/{name}": value for name, value in zip(self._loss_names, losses.tolist(), strict=True)}
+            run.log({"charts/learning_rate": optimizer.lr.item(), **named, **stats(number, reports)})
+        if run.checkpoint_due():
+            run.checkpoint(self._state_dict())
+
+    def _spans(self, number: int, reports: Sequence[Report]) -> dict:
+        """One line of the timeline: for each part, what it did from when to when (time.time())."""
+        spans = {}
+        for learner, report in enumerate(reports):
+            times = report.times
+            busy = [["wait for rollouts", times.started, times.filled], ["update", times.filled, times.updated]]
+            spans[self._layout.learner_part(learner).name] = busy
+            for piece, header in report.pieces:
+                fetched = header.started + header.params_wait
+                played = [["wait for parameters", header.started, fetched], ["rollout", fetched, header.ended]]
+                spans[self._layout.thread_name(piece.actor, piece.thread)] = played
+        return {"global_step": self._run.global_step, "update": number, "spans": spans}
+
+
+def stats(number: int, reports: Sequence[Report]) -> dict[str, float]:
+    """Seconds of the last iteration, means over the parts; and by how many updates its rollouts were behind."""
+    headers = [header for report in reports for _, header in report.pieces]
+
+    def mean(values) -> float:
+        return float(np.mean(list(values)))
+
+    return {
+        "stats/rollout_time": mean(h.ended - h.started - h.params_wait for h in headers),
+        "stats/inference_time": mean(h.inference for h in headers),
+        "stats/env_step_time": mean(h.env_step for h in headers),
+        "stats/device_to_host_time": mean(h.device_to_host for h in headers),
+        "stats/params_get_time": mean(h.params_wait for h in headers),
+        "stats/queue_put_time": mean(h.queue_put for h in headers),
+        "stats/queue_get_time": mean(r.times.queue_get for r in reports),
+        "stats/update_time": mean(r.times.updated - r.times.filled for r in reports),
+        "stats/all_reduce_time": mean(r.times.all_reduce for r in reports),
+        "stats/policy_lag": mean(number - 1 - h.version for h in headers),
+    }
+
+
+def cut_timeline(path: Path, global_step: int) -> None:
+    """Drops the lines after ``global_step``, which a resumed run will write again, and one torn by a kill."""
+    if not path.exists():
+        return
+    lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("}\n")]
+    path.write_text("".join(line for line in lines if json.loads(line)["global_step"] <= global_step))

@@ -1,0 +1,78 @@
+"""Versions of the parameters, from the learner to the actor threads of one device."""
+
+import threading
+import time
+
+import torch
+
+from leanrl.sebulba.mailbox import Stalled, Stopped
+
+
+def version_for(rollout: int, policy_lag: int, first_version: int = 0) -> int:
+    """The parameters that produce a rollout: those after ``rollout - 1 - policy_lag`` updates.
+
+    Args:
+        rollout: from 1 on.
+        first_version: what there was at the start (after a resume, the updates before it).
+    """
+    return max(first_version, rollout - 1 - policy_lag)
+
+
+class ParamsSource:
+    """The last ``policy_lag + 1`` versions of the parameters, one flat vector each.
+
+    As many are enough: version v + 1 is published after every thread has delivered rollout v + 1, so whatever a thread
+    still copies is at most ``policy_lag`` behind.
+
+    Args:
+        params: flat vector [P] of version ``version``, which is copied.
+        policy_lag: how many versions behind the newest may be asked for.
+        timeout: seconds after which a wait is a stall.
+    """
+
+    def __init__(self, params: torch.Tensor, version: int, policy_lag: int, timeout: float) -> None:
+        self._slots = [params.clone() for _ in range(policy_lag + 1)]
+        self._versions: list[int | None] = [None] * (policy_lag + 1)
+        self._versions[version % len(self._slots)] = version
+        self._newest = version
+        self._changed = threading.Condition()
+        self._timeout = timeout
+        self._closed = False
+
+    def publish(self, version: int, params: torch.Tensor) -> None:
+        """Makes ``params`` [P], which is copied, available as ``version``: the newest and 1."""
+        with self._changed:
+            if version != self._newest + 1:
+                raise RuntimeError(f"parameters {version} published after {self._newest}")
+            slot = version % len(self._slots)
+            self._slots[slot].copy_(params)
+            if params.is_cuda:  # the threads that copy it work on other streams
+                torch.cuda.current_stream(params.device).synchronize()
+            self._versions[slot] = self._newest = version
+            self._changed.notify_all()
+
+    def fetch(self, version: int, out: torch.Tensor) -> None:
+        """Copies ``version`` into ``out`` [P], in place, as soon as it is there.
+
+        Raises:
+            Stopped: the source is closed.
+            Stalled: it did not come in time.
+            RuntimeError: it has been overwritten, which the schedule of rollouts rules out.
+        """
+        deadline = time.monotonic() + self._timeout
+        with self._changed:
+            while self._newest < version and not self._closed:
+                if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
+                    raise Stalled(f"waited {self._timeout:g} s for parameters {version} of the learner")
+            if self._closed:
+                raise Stopped
+            slot = version % len(self._slots)
+            if self._versions[slot] != version:
+                raise RuntimeError(f"parameters {version} are gone, the newest are {self._newest}")
+            out.copy_(self._slots[slot])
+
+    def close(self) -> None:
+        """Ends every wait, now and later."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()

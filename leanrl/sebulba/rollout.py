@@ -1,0 +1,78 @@
+"""T steps of n environments in one block of memory, so that a rollout travels as one message."""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+# Every field starts on a cache line.
+ALIGNMENT = 64
+
+
+class Header(NamedTuple):
+    """What comes with a piece of a rollout; times in seconds, the first two of the clock that time.time() reads."""
+
+    rollout: float = 0
+    """number, from 1 on"""
+    version: float = 0
+    """of the parameters that produced it"""
+    started: float = 0
+    """when its thread began to wait for those parameters"""
+    ended: float = 0
+    params_wait: float = 0
+    inference: float = 0
+    env_step: float = 0
+    device_to_host: float = 0
+    queue_put: float = 0
+    """waiting for a free buffer, before it started"""
+
+
+@dataclass
+class Rollout:
+    """A piece of a rollout, or a whole shard's; all fields are views of ``buffer``.
+
+    ``rewards[t]`` and the flags describe the transition made by ``actions[t]``, from ``obs[t]`` to ``obs[t + 1]``.
+    """
+
+    buffer: torch.Tensor  # [bytes] uint8
+    header: torch.Tensor  # [len(Header)] float64
+    obs: (
+        torch.Tensor
+    )  # [T + 1, n, ...] in the environment's type; where step t ended an episode, obs[t + 1] is its last
+    actions: torch.Tensor  # [T, n] int64
+    logprobs: torch.Tensor  # [T, n] of the actions under the policy that chose them
+    rewards: torch.Tensor  # [T, n] what is learned from (clipped, on Atari)
+    terminations: torch.Tensor  # [T, n] bool, like the next two
+    dones: torch.Tensor  # terminated or truncated
+    resets: torch.Tensor  # the step only reset its environment: no experience
+    returns: torch.Tensor  # [T, n] of the episode or game that ended with the step, of raw rewards; NaN where none did
+    lengths: torch.Tensor  # [T, n] of the same, in environment steps
+
+    @classmethod
+    def allocate(
+        cls, num_steps: int, num_envs: int, obs_shape: tuple[int, ...], obs_dtype: torch.dtype, device: torch.device
+    ) -> "Rollout":
+        """Zeros for T = ``num_steps`` and n = ``num_envs``."""
+        per_step = (num_steps, num_envs)
+        fields = {
+            "header": ((len(Header._fields),), torch.float64),
+            "obs": ((num_steps + 1, num_envs, *obs_shape), obs_dtype),
+            "actions": (per_step, torch.int64),
+            **{name: (per_step, torch.float32) for name in ("logprobs", "rewards", "returns", "lengths")},
+            **{name: (per_step, torch.bool) for name in ("terminations", "dones", "resets")},
+        }
+        sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in fields.items()}
+        padded = {name: math.ceil(size / ALIGNMENT) * ALIGNMENT for name, size in sizes.items()}
+        buffer = torch.zeros(sum(padded.values()), dtype=torch.uint8, device=device)
+        pieces = dict(zip(fields, buffer.split(list(padded.values())), strict=True))
+        views = {name: pieces[name][: sizes[name]].view(dtype).view(shape) for name, (shape, dtype) in fields.items()}
+        return cls(buffer, **views)
+
+    def columns(self) -> list[torch.Tensor]:
+        """All fields that have environments, along dimension 1."""
+        columns = [self.obs, self.actions, self.logprobs, self.rewards, self.terminations, self.dones, self.resets]
+        return [*columns, self.returns, self.lengths]
+
+    def read_header(self) -> Header:
+        return Header(*self.header.tolist())

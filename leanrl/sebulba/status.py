@@ -1,0 +1,76 @@
+"""A process's line to its supervisor: that it lives, and what went wrong."""
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from typing import Literal
+
+from leanrl.sebulba.mailbox import Stalled
+
+STATUS_FD = "LEANRL_STATUS_FD"
+HEARTBEAT_SECONDS = 0.5
+# An actor thread's error is told at once; the process that it stops with it has this long to come to its end.
+GRACE_SECONDS = 5
+
+Kind = Literal["error", "stall", "lost"]
+
+
+class PeerLost(Exception):
+    """Another process broke off; the message says who, and what was wanted of it."""
+
+
+class Status:
+    """Writes to the pipe that the supervisor reads, if there is one (torchrun is a supervisor of its own)."""
+
+    def __init__(self, part_name: str) -> None:
+        self._part_name = part_name
+        fd = os.environ.pop(STATUS_FD, None)
+        self._fd = None if fd is None else int(fd)
+        self._failed = threading.Lock()
+        self._told = threading.Event()
+        if self._fd is not None:
+            os.set_inheritable(self._fd, False)  # compilers that this process starts would keep it open
+            threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    def _beat(self) -> None:
+        while True:
+            self._write(b"\n")
+            time.sleep(HEARTBEAT_SECONDS)
+
+    def _write(self, line: bytes) -> None:
+        if self._fd is not None:
+            try:
+                os.write(self._fd, line)
+            except OSError:  # the supervisor is gone, and nobody would end this process any more
+                os._exit(1)
+
+    def fail(self, error: BaseException, who: str | None = None) -> None:
+        """Tells the first failure of this process: on stderr, and to the supervisor.
+
+        Args:
+            who: the part, where it is not the process itself.
+        """
+        if not self._failed.acquire(blocking=False):
+            return
+        kind: Kind = "lost" if isinstance(error, PeerLost) else "stall" if isinstance(error, Stalled) else "error"
+        reason = str(error) if kind != "error" else f"{type(error).__name__}: {error}" if str(error) else repr(error)
+        message = f"{who or self._part_name}: {' '.join(reason.split())}"
+        if kind == "error":
+            traceback.print_exception(error)
+        self._write(json.dumps({"kind": kind, "message": message}).encode() + b"\n")
+        if self._fd is None:  # else the supervisor says it, once all have been heard
+            print(message, file=sys.stderr, flush=True)
+        self._told.set()
+
+    def wait_until_told(self) -> None:
+        """Waits, a little, for a ``fail`` that another thread has begun."""
+        self._told.wait(GRACE_SECONDS)
+
+    def fail_in_thread(self, error: BaseException, who: str) -> None:
+        """``fail`` from a daemon thread; ends the process if its main thread, waiting for a peer say, does not."""
+        self.fail(error, who)
+        time.sleep(GRACE_SECONDS)
+        os._exit(1)

@@ -1,0 +1,179 @@
+"""The launcher of local processes, which is no rank itself: when one of them fails, none is left running."""
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from leanrl.sebulba.status import HEARTBEAT_SECONDS, STATUS_FD
+
+POLL_SECONDS = 0.1
+# After the first failure the others have this long to tell theirs: a dead process's peers may notice it first.
+EXPLAIN_SECONDS = 1.0
+# A process that lives writes every HEARTBEAT_SECONDS, once it has imported what it needs.
+START_SECONDS = 300.0
+SILENT_SECONDS = 10 * HEARTBEAT_SECONDS
+STUCK_SECONDS = 60.0
+FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+@dataclass
+class Child:
+    """A process to start, and what is known of it since."""
+
+    name: str
+    """of the part, for messages"""
+    command: Sequence[str]
+    environ: dict[str, str]
+    process: subprocess.Popen | None = None
+    pipe: int = -1
+    unread: bytes = b""
+    last_sign: float = 0.0
+    """when it last wrote, time.monotonic(); before it has, START_SECONDS after its start"""
+    failures: list[dict] = field(default_factory=list)
+    """what it told, see ``Status.fail``"""
+
+    def start(self) -> None:
+        self.pipe, theirs = os.pipe()
+        os.set_blocking(self.pipe, False)
+        # In a process group of its own: Ctrl-C reaches it through the supervisor only, and not its compilers.
+        self.process = subprocess.Popen(
+            self.command,
+            env={**self.environ, STATUS_FD: str(theirs)},
+            pass_fds=[theirs],
+            stdin=subprocess.DEVNULL,
+            process_group=0,
+        )
+        os.close(theirs)
+        self.last_sign = time.monotonic() + START_SECONDS
+
+    def read(self) -> bool:
+        """Takes in what it wrote; False once it has closed its end."""
+        try:
+            written = os.read(self.pipe, 65536)
+        except BlockingIOError:
+            return True
+        self.last_sign = time.monotonic()
+        *lines, self.unread = (self.unread + written).split(b"\n")
+        self.failures += [json.loads(line) for line in lines if line]
+        return bool(written)
+
+    def kill(self) -> None:
+        """Ends it and what it started; a stopped process too."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        self.process.wait()
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.failures) or self.process.poll() not in (None, 0)
+
+
+class Supervisor:
+    """Watches children until all have ended well, or one has not.
+
+    Args:
+        children: not started yet.
+        timeout: seconds of silence after which a process counts as stuck, STUCK_SECONDS at most.
+    """
+
+    def __init__(self, children: Sequence[Child], timeout: float) -> None:
+        self._children = children
+        self._timeout = min(timeout, STUCK_SECONDS)
+        self._signals: list[int] = []
+
+    def run(self) -> int:
+        """Starts the children and waits for their end; returns the exit code. What failed is told on stderr."""
+        former = {number: signal.signal(number, self._forward) for number in FORWARDED}
+        try:
+            with selectors.DefaultSelector() as self._selector:
+                for child in self._children:
+                    child.start()
+                    self._selector.register(child.pipe, selectors.EVENT_READ, child)
+                while any(child.process.poll() is None for child in self._children):
+                    self._listen(POLL_SECONDS)
+                    if self._signals.count(signal.SIGINT) > 1:
+                        return 130
+                    if any(child.failed for child in self._children) or self._silent(self._timeout):
+                        break
+                return self._conclude()
+        finally:
+            for child in self._children:
+                if child.process is not None:
+                    child.kill()
+                    os.close(child.pipe)
+            for number, handler in former.items():
+                signal.signal(number, handler)
+
+    def _forward(self, number: int, frame) -> None:
+        self._signals.append(number)
+        for child in self._children:
+            if child.process is not None and child.process.poll() is None:
+                child.process.send_signal(number)
+
+    def _listen(self, seconds: float) -> None:
+        for key, _ in self._selector.select(seconds):
+            if not key.data.read():
+                self._selector.unregister(key.fileobj)
+                time.sleep(POLL_SECONDS)  # it is about to end: let the next poll see how
+
+    def _silent(self, seconds: float) -> Child | None:
+        """A running child that has not been heard of for so long, the longest silent one."""
+        running = [child for child in self._children if child.process.poll() is None]
+        child = min(running, key=lambda child: child.last_sign, default=None)
+        return child if child is not None and time.monotonic() - child.last_sign > seconds else None
+
+    def _conclude(self) -> int:
+        """The exit code; the last line that is printed names the part that failed."""
+        # Read everything first: this process may have been stopped itself, while the others wrote.
+        until = time.monotonic() + EXPLAIN_SECONDS
+        while self._silent_or_failed() and time.monotonic() < until and self._anyone_left():
+            self._listen(POLL_SECONDS)
+        codes = [child.process.poll() for child in self._children]
+        if not any(codes) and not self._silent_or_failed():
+            return 0
+        if 2 in codes:  # bad input, which the child has told in one line
+            return 2
+        if self._signals and all(code in (None, 0, *(-number for number in FORWARDED)) for code in codes):
+            return 128 + self._signals[0]  # asked to stop before it had begun
+        print(self._explain(), file=sys.stderr, flush=True)
+        return 1
+
+    def _anyone_left(self) -> bool:
+        return any(child.process.poll() is None for child in self._children)
+
+    def _silent_or_failed(self) -> bool:
+        return self._silent(self._timeout) is not None or any(child.failed for child in self._children)
+
+    def _explain(self) -> str:
+        """One line about the failure that the others follow from."""
+        for child in self._children:
+            code = child.process.poll()
+            if code is not None and code < 0:
+                return f"{child.name} killed by signal {-code}"
+        told = [failure for child in self._children for failure in child.failures]
+        for failure in told:
+            if failure["kind"] == "error":
+                return failure["message"]
+        if (silent := self._silent(SILENT_SECONDS)) is not None:
+            seconds = time.monotonic() - silent.last_sign
+            waiting = f"; {told[0]['message']}" if told else ""
+            return f"{silent.name} has not answered for {seconds:.0f} s{waiting}"
+        for kind in ("stall", "lost"):
+            for failure in told:
+                if failure["kind"] == kind:
+                    return failure["message"]
+        child = next(child for child in self._children if child.failed)
+        return f"{child.name} ended with exit code {child.process.poll()}"
+
+
+def supervise(children: Sequence[Child], timeout: float) -> int:
+    """Runs ``children`` to their end, see ``Supervisor``."""
+    return Supervisor(children, timeout).run()

@@ -1,0 +1,217 @@
+"""One process of a run, from its set-up to its end: actor threads, a learner, or both."""
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+
+import numpy as np
+import torch
+
+from leanrl.sebulba.actor import ActorThread
+from leanrl.sebulba.algorithm import Algorithm, Shards
+from leanrl.sebulba.args import SebulbaArgs, learner_threads
+from leanrl.sebulba.collectives import Collectives
+from leanrl.sebulba.environments import make_pool
+from leanrl.sebulba.layout import Layout, Part
+from leanrl.sebulba.learner import Learner, Records
+from leanrl.sebulba.mailbox import Stopped
+from leanrl.sebulba.params import ParamsSource
+from leanrl.sebulba.pipeline import Pipeline
+from leanrl.sebulba.rollout import Rollout
+from leanrl.sebulba.status import Status
+from leanrl.support.devices import available_cores, set_cpu_numerics
+from leanrl.support.errors import UsageError
+from leanrl.support.executables import untouched
+from leanrl.support.hub import upload_run
+from leanrl.support.run import Run, seed_everything
+from leanrl.support.signals import StopRequest
+
+JOIN_SECONDS = 30
+
+
+@torch.no_grad()
+def work(
+    args: SebulbaArgs,
+    script_file: str,
+    algorithm: Algorithm,
+    layout: Layout,
+    part: Part,
+    device: torch.device,
+    status: Status,
+) -> None:
+    """Runs one process to the end of the run.
+
+    Args:
+        args: the script's, validated.
+        script_file: ``__file__`` of the script.
+        layout, part: who is there, and which of them this is.
+        device: of this process.
+        status: tells failures of the actor threads.
+    """
+    batch_size = layout.num_envs * args.num_steps
+    last = args.total_timesteps // batch_size
+    seed_everything(args.seed)
+    with ExitStack() as stack:
+        lead = part.learner == 0
+        # Before the rendezvous: a run directory that exists is refused at once.
+        run = Run(args, script_file, device, total_steps=last * batch_size) if lead else None
+        stop = None if lead else stack.enter_context(StopRequest(quiet=True))
+        collectives = Collectives(layout, part, device, args.timeout, args.exact_reduction)
+        stack.callback(collectives.close)
+
+        example = make_pool(args.env_id, range(1), args.seed, args.protocol)
+        space, num_actions = example.single_observation_space, int(example.single_action_space.n)
+        example.close()
+        set_cpu_numerics(learner_threads(args, layout, is_image=space.dtype == np.uint8))
+        agent = algorithm.make_agent(space, num_actions, args).to(device)
+        optimizer = algorithm.make_optimizer(agent, args)
+        if lead and run.resumed is not None:
+            agent.load_state_dict(run.resumed["agent"])
+            optimizer.load_state_dict(run.resumed["optimizer"])
+        step_of_lead = torch.tensor([run.global_step if lead else 0])
+        collectives.broadcast([*optimizer.tensors(), step_of_lead])
+        start = int(step_of_lead)
+        first = start // batch_size
+
+        # Threads of environments are shared by the actor threads of this machine, as far as it is known.
+        num_pools = len(layout.actor_device_ids) * layout.num_actor_threads
+        env_threads = args.env_threads or max(1, available_cores() // num_pools)
+        source, threads = None, []
+        if part.actor is not None:
+            source = ParamsSource(optimizer.params, first, args.policy_lag, args.timeout)
+            threads = [
+                _make_thread(args, algorithm, layout, part.actor, i, source, device, env_threads, start, last, status)
+                for i in range(layout.num_actor_threads)
+            ]
+        shards = []
+        if part.learner is not None:
+            dtype, shape = torch.from_numpy(space.sample()).dtype, space.shape
+            shards = [
+                Rollout.allocate(args.num_steps, layout.shard_size, shape, dtype, device)
+                for _ in layout.shards_of(part.learner)
+            ]
+        pipeline = Pipeline(layout, part, threads, shards, collectives, args.policy_lag, first)
+
+        if lead:
+            stack.enter_context(run)
+        with run.warmup() if lead else nullcontext():
+            for thread in threads:
+                thread.warm_up()
+            if part.learner is not None:
+                numbers = layout.shards_of(part.learner)
+                update = algorithm.make_update(
+                    agent,
+                    optimizer,
+                    Shards(numbers, shards, layout.num_shards, collectives.sum_over_shards),
+                    args,
+                    device,
+                )
+                with untouched(optimizer.tensors(), device):
+                    update.warm_up()
+            collectives.barrier()
+        stack.callback(_stop_threads, threads, source)
+        # Told first: ending the threads, and a process group that is broken, may take a while.
+        stack.push(_teller(status))
+        for thread in threads:
+            thread.start()
+
+        if part.learner is None:
+            _feed(pipeline, collectives, source, optimizer.params, first, last)
+            return
+        learner = Learner(layout, part, pipeline, shards, update, optimizer, collectives, source, args)
+        if lead:
+            _lead(run, args, algorithm, layout, agent, optimizer, update, learner, first, last)
+        else:
+            for number in range(first + 1, last + 1):
+                if learner.iterate(number, last, stop.requested)[-1]:
+                    break
+
+
+def _make_thread(
+    args, algorithm, layout, actor, index, source, device, env_threads, start, last, status
+) -> ActorThread:
+    envs = layout.thread_envs(actor, index)
+    pool = make_pool(args.env_id, envs, args.seed, args.protocol, env_threads, start)
+    agent = algorithm.make_agent(pool.single_observation_space, int(pool.single_action_space.n), args).to(device)
+    return ActorThread(
+        layout.thread_name(actor, index),
+        layout.pieces_of_thread(actor, index),
+        pool,
+        agent,
+        source,
+        args,
+        device,
+        start // (layout.num_envs * args.num_steps),
+        last,
+        status.fail_in_thread,
+    )
+
+
+def _teller(status: Status) -> Callable:
+    """An exit callback that tells an error, unless it is bad input or an actor thread's, which that has told."""
+
+    def tell(kind, error, traceback) -> None:
+        if isinstance(error, Exception) and not isinstance(error, UsageError | Stopped):
+            status.fail(error)
+
+    return tell
+
+
+def _stop_threads(threads: list[ActorThread], source: ParamsSource | None) -> None:
+    """Ends the actor threads, those that wait at once."""
+    for thread in threads:
+        thread.stop()
+    if source is not None:
+        source.close()
+    deadline = time.monotonic() + JOIN_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _feed(
+    pipeline: Pipeline, collectives: Collectives, source: ParamsSource, params: torch.Tensor, first: int, last: int
+) -> None:
+    """The main thread of a process that only acts: rollouts out, parameters in."""
+    message = torch.zeros(len(params) + 1, device=params.device)
+    for number in range(first + 1, last + 1):
+        pipeline.exchange(number)
+        collectives.share_params(message)
+        if message[-1] > 0:
+            break
+        source.publish(number, message[:-1])
+
+
+def _lead(run: Run, args, algorithm, layout, agent, optimizer, update, learner, first: int, last: int) -> None:
+    """The main thread of the learner that owns the run directory."""
+
+    def state_dict() -> dict:
+        return {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
+
+    records = Records(run, layout, algorithm.loss_names, state_dict)
+    enough = False
+    run.restore_rng()
+    run.start_clock()
+    try:
+        for number in range(first + 1, last + 1):
+            reports, losses, stop = learner.iterate(number, last, run.stop_requested or enough)
+            run.optimizer_steps += update.num_steps
+            records.add(number, reports, losses, optimizer)
+            if stop:
+                if any(report.stop for report in reports) and not enough:
+                    run.request_stop()  # the signal may have reached another learner only
+                break
+            enough = enough or _enough(run, args)
+    finally:
+        records.close()
+    run.finish(state_dict())
+    if args.save_model or args.upload_model:
+        network = {name: getattr(args, name) for name in algorithm.network_flags}
+        run.save_model({"agent": agent.state_dict(), "network": network})
+        if args.upload_model:
+            print(f"model: {upload_run(run.dir, args.hf_entity)}", flush=True)
+
+
+def _enough(run: Run, args) -> bool:
+    """Whether the run has reached what it was to reach, before its last step."""
+    reached = args.target_return is not None and (run.episodes >= 100 and run.episodic_return >= args.target_return)
+    return reached or (args.max_seconds is not None and run.wall_seconds >= args.max_seconds)

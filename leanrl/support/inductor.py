@@ -1,0 +1,23 @@
+"""Ways to write what TorchInductor would otherwise compile badly."""
+
+import torch
+import torch.nn as nn
+
+
+def mlp_as_sums(network: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+    """``network(x)`` for one row [1, in] with its matrix products written as sums.
+
+    TorchInductor fuses them with all around them; for a small network, calls of a matrix library cost more than its
+    few thousand multiplications do.
+    """
+    for layer in network:
+        x = (layer.weight * x).sum(-1).unsqueeze(0) + layer.bias if isinstance(layer, nn.Linear) else layer(x)
+    return x
+
+
+def computed_once(scalar: torch.Tensor) -> torch.Tensor:
+    """``scalar`` [1], which TorchInductor is to compute once, not again for every vector of the loop that uses it.
+
+    It inlines elementwise work into the loops of its consumers, powers in float64 too. A strided view needs memory.
+    """
+    return scalar.as_strided((1,), (1,))

@@ -1,0 +1,72 @@
+"""What off-policy scripts check, save and resume alike."""
+
+import torch
+from gymnasium.vector import VectorEnv
+
+from leanrl.support.envs import save_envs
+from leanrl.support.episodes import EpisodeStatistics
+from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
+from leanrl.support.replay import Replay
+from leanrl.support.run import Run
+from leanrl.support.schedule import UpdateSchedule
+
+
+def require_off_policy(args) -> None:
+    """UsageError on the first of the arguments that all off-policy scripts have which cannot work."""
+    require_at_least(args, 1, "total_timesteps", "num_envs", "buffer_size", "batch_size")
+    require_at_least(args, 1, "num_threads", "log_every", "checkpoint_every")
+    require_at_least(args, 0, "seed", "learning_starts")
+    require_positive(args, "updates_per_step")
+    require_unit_interval(args, "gamma", "tau")
+    if args.total_timesteps < args.num_envs:
+        raise bad("total_timesteps", args.total_timesteps, f"is less than one step of {args.num_envs} environments")
+    if args.buffer_size < args.num_envs:
+        raise bad("buffer_size", args.buffer_size, f"does not hold one step of {args.num_envs} environments")
+    if args.learning_starts >= args.total_timesteps:
+        raise bad(
+            "learning_starts", args.learning_starts, f"leaves nothing of {args.total_timesteps} steps to learn in"
+        )
+
+
+class OffPolicyState:
+    """All that a run saves in a checkpoint: its trained parts, the replay, and the environments where they can be.
+
+    Args:
+        args: the script's arguments.
+        replay, envs, episodes: of the run.
+        parts: by name, tensors, and objects with ``state_dict`` and ``load_state_dict`` (modules, optimisers).
+    """
+
+    def __init__(self, args, replay: Replay, envs: VectorEnv, episodes: EpisodeStatistics, **parts) -> None:
+        self._args = args
+        self._replay, self._envs, self._episodes = replay, envs, episodes
+        self._parts = parts
+
+    def state_dict(self) -> dict:
+        """A copy of everything; the replay is None with ``--no-checkpoint-replay``."""
+        parts = {
+            name: part.detach().clone() if isinstance(part, torch.Tensor) else part.state_dict()
+            for name, part in self._parts.items()
+        }
+        replay = self._replay.state_dict() if self._args.checkpoint_replay else None
+        return {**parts, "replay": replay, "envs": save_envs(self._envs, self._episodes)}
+
+    def resume(self, run: Run) -> UpdateSchedule:
+        """Restores in place what the run's checkpoint holds, if it is resumed; returns when updates fall due.
+
+        The environments are left to ``start_envs``. Without a saved replay a new one is filled before the next update.
+        """
+        args, saved = self._args, run.resumed
+        learning_starts = args.learning_starts
+        if saved is not None:
+            for name, part in self._parts.items():
+                if isinstance(part, torch.Tensor):
+                    part.detach().copy_(saved[name])
+                else:
+                    part.load_state_dict(saved[name])
+            if saved["replay"] is not None:
+                self._replay.load_state_dict(saved["replay"])
+            else:
+                # num_envs: the first steps may only reset their environments, and there must be something to sample.
+                learning_starts = run.global_step + max(args.learning_starts, args.batch_size, args.num_envs)
+        return UpdateSchedule(args.num_envs, learning_starts, args.updates_per_step)

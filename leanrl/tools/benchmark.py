@@ -1,0 +1,146 @@
+"""Runs a script on several environments with several seeds, some at a time; or writes and submits a SLURM array.
+
+    python -m leanrl.tools.benchmark --env-ids Breakout-v5 Pong-v5 --num-seeds 3 --workers 2 -- \\
+        leanrl/cleanba_ppo.py --device cpu --compile --save-model
+    python -m leanrl.tools.benchmark --env-ids Breakout-v5 --slurm-template slurm/cleanba.slurm --slurm-ntasks 2 \\
+        --slurm-gpus-per-task 4 --dry-run -- leanrl/cleanba_ppo.py --distributed --learner-device-ids 1 2 3
+
+What comes after -- is the script with its flags; --env-id, --seed and --run-name are added. --dry-run prints what would
+be run or submitted. A SLURM template may name {array} {ntasks} {nodes} {gpus_per_task} {cpus_per_gpu} {commands}.
+"""
+
+import shlex
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from leanrl.support.errors import UsageError, bad, require_at_least
+from leanrl.tools.common import run_tool
+from leanrl.tools.trials import REPOSITORY, SCRIPTS, require_distinct, run_child
+
+ADDED = ("--env-id", "--seed", "--run-name", "--resume")
+
+
+@dataclass
+class Args:
+    env_ids: tuple[str, ...]
+    """environments"""
+    num_seeds: int = 3
+    """runs of each environment"""
+    start_seed: int = 1
+    """the first of their seeds"""
+    workers: int = 1
+    """runs at a time on this machine"""
+    slurm_template: Path | None = None
+    """write a SLURM array job from this file and submit it, instead of running here"""
+    slurm_ntasks: int = 1
+    """tasks of a run: its groups, with --distributed"""
+    slurm_nodes: int = 1
+    """nodes of a run"""
+    slurm_gpus_per_task: int = 1
+    """devices of a group"""
+    slurm_cpus_per_gpu: int = 10
+    """CPU cores for each"""
+    runs_dir: str = "runs"
+    """where the job file and its output go"""
+    dry_run: bool = False
+    """print what would be run or submitted, and do nothing"""
+    command: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="-- SCRIPT FLAGS")] = ()
+    """the script and its flags"""
+
+
+def commands(args: Args, stamp: str) -> list[list[str]]:
+    """One command line a run: every environment with the first seed, then with the next.
+
+    Raises:
+        UsageError: no such script, or a flag that is added here.
+    """
+    script = SCRIPTS / Path(args.command[0]).name if args.command else None
+    if script is None or script.suffix != ".py" or not script.exists() or script.stem.startswith("_"):
+        known = ", ".join(sorted(path.name for path in SCRIPTS.glob("[!_]*.py")))
+        raise UsageError(f"-- {args.command[0] if args.command else ''}: name a script after --; there are {known}")
+    for word in args.command[1:]:
+        if word.split("=")[0].replace("_", "-") in ADDED:
+            raise UsageError(f"-- {word}: is set by this tool itself, see --help")
+    return [
+        [
+            *(sys.executable, str(script), *args.command[1:]),
+            *("--env-id", env_id, "--seed", str(seed)),
+            *("--run-name", f"{env_id.replace('/', '_')}__{script.stem}__{seed}__{stamp}"),
+        ]
+        for seed in range(args.start_seed, args.start_seed + args.num_seeds)
+        for env_id in args.env_ids
+    ]
+
+
+def slurm_job(args: Args, lines: list[list[str]]) -> str:
+    """The template, filled in. UsageError where it cannot be read or names what is not known."""
+    fields = {
+        "array": f"0-{len(lines) - 1}",
+        "ntasks": args.slurm_ntasks,
+        "nodes": args.slurm_nodes,
+        "gpus_per_task": args.slurm_gpus_per_task,
+        "cpus_per_gpu": args.slurm_cpus_per_gpu,
+        "commands": "\n".join(f"  {shlex.quote(shlex.join(line))}" for line in lines),
+    }
+    try:
+        return args.slurm_template.read_text().format(**fields)
+    except OSError as error:
+        raise bad("slurm_template", args.slurm_template, f"cannot be read ({error.strerror})") from None
+    except (KeyError, IndexError, ValueError) as error:
+        known = " ".join(f"{{{name}}}" for name in fields)
+        raise bad("slurm_template", args.slurm_template, f"names {error}; there are {known}") from None
+
+
+def submit(args: Args, job: str, stamp: str) -> int:
+    """Writes the job file and hands it to sbatch; returns its exit code."""
+    path = Path(args.runs_dir) / "slurm" / f"{stamp}.slurm"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(job)
+    try:
+        return subprocess.run(["sbatch", str(path)], cwd=REPOSITORY).returncode
+    except FileNotFoundError:
+        raise UsageError(
+            f"--slurm-template {args.slurm_template}: there is no sbatch here; {path} is written"
+        ) from None
+
+
+def main(args: Args) -> int:
+    """0 if every run ended with 0, else 1."""
+    require_distinct(args, "env_ids")
+    require_at_least(args, 1, "num_seeds", "workers", "slurm_ntasks", "slurm_nodes", "slurm_gpus_per_task")
+    require_at_least(args, 1, "slurm_cpus_per_gpu")
+    require_at_least(args, 0, "start_seed")
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    lines = commands(args, stamp)
+    if args.slurm_template is not None:
+        job = slurm_job(args, lines)
+        if not args.dry_run:
+            return submit(args, job, stamp)
+        print(job)
+        return 0
+    if args.dry_run:
+        print("\n".join(shlex.join(line) for line in lines))
+        return 0
+
+    def run(line: list[str]) -> bool:
+        print(shlex.join(line), flush=True)
+        code, _ = run_child(line)
+        if code:
+            print(f"{shlex.join(line)}: ended with exit code {code}", file=sys.stderr, flush=True)
+        return code == 0
+
+    with ThreadPoolExecutor(args.workers) as pool:
+        ended_well = list(pool.map(run, lines))
+    print(f"{sum(ended_well)} of {len(lines)} runs ended well")
+    return 0 if all(ended_well) else 1
+
+
+if __name__ == "__main__":
+    run_tool(main, Args)

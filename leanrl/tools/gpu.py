@@ -1,0 +1,558 @@
+"""Checks the CUDA paths on this machine's GPU, measures every script in every mode there, or trains in chunks.
+
+In --seconds altogether: first what graphs must do, and that every mode of every script trains as its eager mode does;
+then the speed of each mode beside the eager reference, in turn; then where the time of a step goes. Results are written
+after every run, so that nothing is lost where the time ends. With --learn instead: learning runs, which the next call
+takes up where this one has stopped them.
+
+    python -m leanrl.tools.gpu
+    python -m leanrl.tools.gpu --algorithms sac td3 --rounds 3
+    python -m leanrl.tools.gpu --learn --max-seconds 540 --runs-dir runs
+"""
+
+import functools
+import os
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from leanrl.support.checkpoints import list_checkpoints, load_checkpoint
+from leanrl.support.devices import available_cores
+from leanrl.support.errors import UsageError, require_at_least
+from leanrl.support.run import write_json_atomically
+from leanrl.tools import compare, parts
+from leanrl.tools.common import (
+    COLORS,
+    benchmark_record,
+    clean,
+    describe_machine,
+    draw_bars,
+    fresh_folder,
+    markdown_table,
+    mean_std,
+    run_tool,
+)
+from leanrl.tools.trials import (
+    REPOSITORY,
+    Contender,
+    Deadline,
+    Trial,
+    contenders_of,
+    read_json,
+    require_distinct,
+    run_child,
+    run_trial,
+)
+
+Algorithm = Literal["ppo", "sac", "td3", "dqn"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one algorithm is checked and measured."""
+
+    reference: str
+    modes: tuple[str, ...]
+    """SCRIPT:MODE each, the plain one first"""
+    check_flags: tuple[str, ...]
+    """of a run that trains so shortly that rounding does not grow into other episodes; with two checkpoints"""
+    steps: tuple[int, int]
+    """environment steps of a measured run: without CUDA graphs, and with them"""
+    flags: tuple[str, ...] = ()
+    """of a measured run"""
+    part_modes: tuple[str, ...] = ()
+    """those of which the parts of a step are told"""
+
+
+def modes_of(script: str, onegraph: bool) -> tuple[str, ...]:
+    """Every mode of the fast rungs of ``script``, plainest first."""
+    modes = [f"{script}_torchcompile:{mode}" for mode in ("eager", "compile", "cudagraphs", "compile+cudagraphs")]
+    if onegraph:
+        modes += [f"{script}_onegraph:{mode}" for mode in ("cudagraphs", "compile+cudagraphs")]
+    return tuple(modes)
+
+
+OFF_POLICY_CHECK = ("--learning-starts=1000", "--checkpoint-every=1000", "--total-timesteps=1100")
+PLANS: dict[Algorithm, Plan] = {
+    "sac": Plan(
+        "sac_continuous_action",
+        modes_of("sac_continuous_action", onegraph=True),
+        OFF_POLICY_CHECK,
+        steps=(3_000, 20_000),
+        flags=("--learning-starts=1000",),
+        part_modes=tuple(f"sac_continuous_action_{rung}:compile+cudagraphs" for rung in ("torchcompile", "onegraph")),
+    ),
+    "td3": Plan(
+        "td3_continuous_action",
+        modes_of("td3_continuous_action", onegraph=True),
+        OFF_POLICY_CHECK,
+        steps=(3_000, 20_000),
+        flags=("--learning-starts=1000",),
+        part_modes=tuple(f"td3_continuous_action_{rung}:compile+cudagraphs" for rung in ("torchcompile", "onegraph")),
+    ),
+    "ppo": Plan(
+        "ppo_continuous_action",
+        modes_of("ppo_continuous_action", onegraph=False),
+        ("--num-steps=64", "--num-minibatches=1", "--checkpoint-every=64", "--total-timesteps=192"),
+        steps=(6_144, 40_960),
+    ),
+    "dqn": Plan(
+        "dqn",
+        modes_of("dqn", onegraph=False),
+        # Hardly any greedy actions: one that is decided by rounding would lead elsewhere.
+        ("--learning-starts=1000", "--checkpoint-every=1000", "--total-timesteps=2000", "--exploration-fraction=100"),
+        steps=(20_000, 60_000),
+        flags=("--learning-starts=1000",),
+        part_modes=("dqn_torchcompile:compile+cudagraphs",),
+    ),
+}
+
+LEARNING = ("sac_continuous_action_onegraph", "td3_continuous_action_onegraph")
+LEARNING_FLAGS = ("--compile", "--cudagraphs", "--num-threads=1", "--checkpoint-every=None", "--save-model")
+
+# Shares of --seconds: the checks may take so much, the parts so much at the end.
+CHECK_SHARE, PARTS_SHARE = 0.35, 0.15
+# What a run is taken to last of which none has been measured yet: imports, compilation, capture, its steps.
+EXPECTED_SECONDS = 25.0
+PART_STEPS = 500
+LOAD_SECONDS = 0.2
+
+# How far a mode's parameters may be from eager's after the checked updates, in parts of the way that those have gone.
+TOLERANCE = 0.05
+# What is compared for that, by its name in a checkpoint.
+NETWORKS = ("agent", "actor", "critics", "temperature", "q_network")
+# What is told of the output of a run that failed.
+LOG_LINES = 20
+
+
+@dataclass
+class Args:
+    algorithms: tuple[Algorithm, ...] = ("sac", "td3", "ppo", "dqn")
+    """what is checked and measured"""
+    seconds: float = 570.0
+    """that checks and measurements take together"""
+    rounds: int = 3
+    """measurements of each mode at most; as many as --seconds leaves time for"""
+    learn: bool = False
+    """train instead: SAC and TD3 on HalfCheetah, all seeds at once"""
+    max_seconds: float = 540.0
+    """of --learn: then the runs checkpoint and stop; the same call again goes on"""
+    seeds: tuple[int, ...] = (1, 2, 3)
+    """of --learn"""
+    learn_timesteps: int = 1_000_000
+    """of --learn: environment steps of each run"""
+    runs_dir: str = "runs"
+    """folder of the run directories, in RUNS_DIR/gpu"""
+    out: str | None = None
+    """folder for the results, a handful of files; by default RUNS_DIR/gpu/TIME"""
+
+
+def main(args: Args) -> int:
+    require_distinct(args, "algorithms", "seeds")
+    require_at_least(args, 1, "rounds", "seconds", "max_seconds", "learn_timesteps")
+    if not torch.cuda.is_available():
+        raise UsageError("this tool needs a CUDA device, and this machine has none; `compare` measures on a CPU")
+    device = torch.device("cuda", 0)
+    runs_dir = fresh_folder(args.runs_dir, "gpu")
+    out = Path(args.out) if args.out else runs_dir
+    out.mkdir(parents=True, exist_ok=True)
+    # Several compile at once here, each with workers of its own.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
+    if args.learn:
+        return learn(args, device, Path(args.runs_dir) / "gpu" / "learn", out)
+
+    plans = [PLANS[name] for name in args.algorithms]
+    results = Results(out, device)
+    end = Deadline.within(args.seconds)
+    results.checks = check(plans, device, runs_dir, Deadline(end.at - (1 - CHECK_SHARE) * args.seconds))
+    results.write()
+    # What the checks did not use is for the speeds.
+    measure(plans, args.rounds, device, runs_dir, Deadline(end.at - PARTS_SHARE * args.seconds), results)
+    take_apart(plans, end, results)
+    results.write()
+    results.draw()
+    print(f"\n{results.text()}\n\nresults: {out}")
+    return 0 if results.passed else 1
+
+
+# ------------------------------------------------------------------------------------------------------------ CHECKS
+
+
+def check(plans: Sequence[Plan], device: torch.device, runs_dir: Path, deadline: Deadline) -> list[dict]:
+    """What ``gpu_checks`` finds, and for every mode how far its training is from eager's; several runs at once.
+
+    The runs also fill TorchInductor's cache, so that those that are measured find their kernels there.
+    """
+    runs_dir.mkdir(parents=True, exist_ok=True)
+    print("checks: what graphs must do, and every mode against eager", flush=True)
+    found, log = runs_dir / "gpu_checks.json", runs_dir / "gpu_checks.log"
+    families = [contenders_of(plan.modes, "algorithms", device, plan.check_flags, ()) for plan in plans]
+    with ThreadPoolExecutor(max(2, available_cores() // 2)) as pool:
+        try:
+            of_graphs = pool.submit(
+                run_child, [sys.executable, "-m", "leanrl.tools.gpu_checks", str(found)], deadline, log
+            )
+            futures = [
+                [pool.submit(run_trial, c, 1, runs_dir / "checks", deadline, log_of(c, runs_dir)) for c in family]
+                for family in families
+            ]
+            exit_code, _ = of_graphs.result()
+            trials = [[future.result() for future in family] for family in futures]
+        except BaseException:
+            deadline.at = 0.0  # the children too are to stop
+            raise
+    rows = list(read_json(found))
+    if exit_code or not all(row["passed"] for row in rows):
+        detail = f"exit {exit_code}, {len(rows)} checks told"
+        rows.append({"check": "gpu_checks finds nothing", "passed": False, "detail": detail, "output": end_of(log)})
+    for family, (eager, *others) in zip(families, trials, strict=True):
+        for contender, trial in zip(family[1:], others, strict=True):
+            row = against_eager(eager, trial)
+            rows.append(row if row["passed"] else row | {"output": end_of(log_of(contender, runs_dir))})
+    for row in rows:
+        print(f"{'passed' if row['passed'] else 'FAILED'}: {row['check']}: {row['detail']}", flush=True)
+        if "output" in row:
+            print(row["output"], flush=True)
+    return rows
+
+
+def log_of(contender: Contender, runs_dir: Path) -> Path:
+    """Where a checked run prints to."""
+    return runs_dir / f"{contender.label.replace(' --', '_')}.log"
+
+
+def end_of(log: Path) -> str:
+    """The last lines of what a child printed."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:]) if log.exists() else ""
+
+
+def against_eager(eager: Trial, trial: Trial) -> dict:
+    """One row: how far a mode's parameters are from eager's, in parts of the way between eager's two checkpoints."""
+    row = {"check": f"{trial.label} trains as eager", "passed": False}
+    for run in (eager, trial):
+        if run.failure:
+            return {**row, "detail": f"{run.label}: {run.failure}"}
+    (before, after), (_, ours) = last_parameters(Path(eager.run_dir)), last_parameters(Path(trial.run_dir))
+    error = ((ours - after).norm() / (after - before).norm()).item()
+    detail = "bit for bit" if torch.equal(ours, after) else f"off by {error:.1e} of the way"
+    return {**row, "passed": error <= TOLERANCE, "detail": detail}
+
+
+def last_parameters(run_dir: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """The networks of the last two checkpoints, one vector each."""
+    vectors = []
+    for path in reversed(list_checkpoints(run_dir / "checkpoints")):
+        _, state = load_checkpoint(path, {})
+        networks = [part for name, part in state["script"].items() if name in NETWORKS]
+        vectors.append(torch.cat([leaf.double().flatten() for leaf in tree_leaves(networks)]))
+    first, last = vectors
+    return first, last
+
+
+# ------------------------------------------------------------------------------------------------------------ SPEEDS
+
+
+def measure(
+    plans: Sequence[Plan], rounds: int, device: torch.device, runs_dir: Path, deadline: Deadline, results: "Results"
+) -> None:
+    """Runs every mode once a round, one at a time, the order turning around; what would end too late is left out."""
+    families = [measured_contenders(plan, device) for plan in plans]
+    results.labels = [[contender.label for contender in family] for family in families]
+    lasted: dict[str, float] = {}
+    for seed in range(1, rounds + 1):
+        for family in families if seed % 2 else reversed(families):
+            for contender in family if seed % 2 else reversed(family):
+                if deadline.seconds_left < lasted.get(contender.label, EXPECTED_SECONDS):
+                    print(f"no time left for round {seed} of {contender.label}", flush=True)
+                    continue
+                print(f"[round {seed}] {contender.label}, {deadline.seconds_left:.0f} s left", flush=True)
+                start = time.monotonic()
+                with GpuLoad(device) as load:
+                    trial = run_trial(contender, seed, runs_dir / "runs", deadline)
+                lasted[contender.label] = time.monotonic() - start
+                results.trials.append(trial)
+                results.load.append(load.points)
+                results.write()
+
+
+def measured_contenders(plan: Plan, device: torch.device) -> list[Contender]:
+    """The reference, then every mode of the fast rungs, each for as many steps as it does in seconds."""
+    contenders = []
+    for entry in (plan.reference, *plan.modes):
+        steps = plan.steps["cudagraphs" in entry]
+        flags = [f"--total-timesteps={steps}", *plan.flags]
+        contenders += contenders_of([entry], "algorithms", device, fast_flags=flags, reference_flags=flags)
+    return contenders
+
+
+class GpuLoad:
+    """Context manager that writes down, several times a second, how busy a GPU is and how much of its memory is taken.
+
+    Attributes:
+        points: (seconds since the start, percent of the time in which a kernel ran, 10**6 bytes); none without NVML.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.points: list[tuple[float, float, float]] = []
+        self._device = device
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> "GpuLoad":
+        self._start = time.monotonic()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            handle = pynvml.nvmlDeviceGetHandleByIndex(self._device.index)
+            while not self._stop.wait(LOAD_SECONDS):
+                busy = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
+                used = pynvml.nvmlDeviceGetMemoryInfo(handle).used / 1e6
+                self.points.append((time.monotonic() - self._start, float(busy), used))
+        except Exception as error:  # no package, no driver library, a counter that this GPU does not have
+            tell_once(f"GPU utilisation is not recorded ({type(error).__name__}: {error})")
+
+
+@functools.cache
+def tell_once(line: str) -> None:
+    """Prints ``line`` on stderr, if it did not do so before."""
+    print(line, file=sys.stderr, flush=True)
+
+
+# ------------------------------------------------------------------------------------------------------------- PARTS
+
+
+def take_apart(plans: Sequence[Plan], deadline: Deadline, results: "Results") -> None:
+    """Where the time of a step goes, for each plan's ``part_modes``, as long as there is time."""
+    for plan in plans:
+        for entry in plan.part_modes:
+            if deadline.seconds_left < EXPECTED_SECONDS:
+                print(f"no time left for the parts of {entry}", flush=True)
+                continue
+            print(f"parts of {entry}", flush=True)
+            try:
+                row = parts.take_apart(entry, parts.Args(steps=PART_STEPS))
+                results.parts.append(row | results.step_of(row["who"]))
+            except SystemExit as end:
+                print(f"parts of {entry}: failed ({end.code})", file=sys.stderr, flush=True)
+            results.write()
+
+
+# ----------------------------------------------------------------------------------------------------------- RESULTS
+
+
+class Results:
+    """What is known so far; ``write`` leaves it in ``out`` as gpu.json and table.md."""
+
+    def __init__(self, out: Path, device: torch.device) -> None:
+        self._out, self._device = out, device
+        self.checks: list[dict] = []
+        self.labels: list[list[str]] = []
+        """of each algorithm, the reference first"""
+        self.trials: list[Trial] = []
+        self.load: list[list[tuple[float, float, float]]] = []
+        """of each trial"""
+        self.parts: list[dict] = []
+
+    @property
+    def passed(self) -> bool:
+        """Whether all checks passed and no measured run failed, but for those that the time has cut off."""
+        return all(row["passed"] for row in self.checks) and not any(
+            trial.failure and trial.failure != "interrupted" for trial in self.trials
+        )
+
+    def step_of(self, label: str) -> dict[str, float]:
+        """Microseconds of a step of a measured mode, as ``step_us``; nothing where it was not measured."""
+        sps = [trial.summary["sps"] for trial in self.trials if trial.label == label and not trial.failure]
+        return {"step_us": 1e6 / statistics.median(sps)} if sps else {}
+
+    def record(self) -> dict:
+        """All of it, for JSON."""
+        return {
+            **benchmark_record("gpu", self._device),
+            "checks": self.checks,
+            "rows": [row for labels in self.labels for row in compare.summarize(self.trials, labels)],
+            "runs": [{**asdict(trial), "load": load} for trial, load in zip(self.trials, self.load, strict=True)],
+            "parts": self.parts,
+        }
+
+    def write(self) -> None:
+        write_json_atomically(self._out / "gpu.json", self.record())
+        (self._out / "table.md").write_text(self.text() + "\n")
+
+    def text(self) -> str:
+        """The checks that failed, a table of speeds for each algorithm, and the parts."""
+        failed = [row for row in self.checks if not row["passed"]]
+        pieces = [describe_machine(benchmark_record("gpu", self._device)["machine"])]
+        for labels in self.labels:
+            rows = [row for row in compare.summarize(self.trials, labels) if row["sps"] or row["failures"]]
+            if rows:
+                pieces.append(compare.render_table(rows))
+        if self.parts:
+            pieces.append(parts.render_table(self.parts))
+        summary = f"checks: {len(self.checks) - len(failed)} of {len(self.checks)} passed"
+        return "\n\n".join([*pieces, "\n".join([summary, *(f"FAILED: {r['check']}: {r['detail']}" for r in failed)])])
+
+    def draw(self) -> None:
+        """gpu.png: bars of steps per second, one panel an algorithm; load.png; parts.png."""
+        measured = [labels for labels in self.labels if any(trial.label in labels for trial in self.trials)]
+        if measured:
+            draw_speeds(self.trials, measured).savefig(self._out / "gpu.png")
+        if any(self.load):
+            draw_load(self.trials, self.load).savefig(self._out / "load.png")
+        if self.parts:
+            parts.draw(self.parts).savefig(self._out / "parts.png")
+
+
+def draw_speeds(trials: Sequence[Trial], families: Sequence[Sequence[str]]):
+    """Bars of steps per second, one panel a family; the factors are those over its first label, the reference."""
+    from matplotlib.figure import Figure  # not pyplot, which would look for a screen
+
+    height = 1.0 + 0.75 * max(map(len, families))
+    figure = Figure(figsize=(14, height * ((len(families) + 1) // 2)), layout="constrained", dpi=120)
+    panels = figure.subplots((len(families) + 1) // 2, 2, squeeze=False).flatten()
+    for axes, labels in zip(panels, families, strict=False):
+        rows = [row for row in compare.summarize(trials, labels) if row["sps"]]
+        draw_bars(
+            axes,
+            labels=[row["mode"] for row in rows],
+            lengths=[sum(row["sps"]) / len(row["sps"]) for row in rows],
+            points=[row["sps"] for row in rows],
+            notes=[f"{mean_std(row['sps'])}  ({mean_std(row['speedup'][:1], 1)}x)" for row in rows],
+            title="Environment steps per second",
+        )
+    for axes in panels[len(families) :]:
+        axes.remove()
+    return figure
+
+
+def draw_load(trials: Sequence[Trial], load: Sequence[Sequence[tuple[float, float, float]]]):
+    """How busy the GPU was over each run of the first round, one panel a run."""
+    from matplotlib.figure import Figure  # not pyplot, which would look for a screen
+
+    first = [(t, points) for t, points in zip(trials, load, strict=True) if points and t.seed == trials[0].seed]
+    figure = Figure(figsize=(11, 0.4 + 1.1 * len(first)), layout="constrained", dpi=120)
+    panels = figure.subplots(len(first), 1, squeeze=False).flatten()
+    for axes, (trial, points) in zip(panels, first, strict=True):
+        axes.plot([p[0] for p in points], [p[1] for p in points], color=COLORS[1])
+        axes.set_ylim(0, 105)
+        axes.set_title(trial.label, loc="left", fontsize=10)
+        clean(axes)
+    panels[-1].set_xlabel("seconds since the start of the process (percent of the time in which a kernel ran)")
+    return figure
+
+
+# ---------------------------------------------------------------------------------------------------------- LEARNING
+
+
+def learn(args: Args, device: torch.device, runs_dir: Path, out: Path) -> int:
+    """Starts, or goes on with, every learning run; all run at once until they end or the time does."""
+    deadline = Deadline.within(args.max_seconds)
+    names = [(script, seed) for script in LEARNING for seed in args.seeds]
+    runs_dir.mkdir(parents=True, exist_ok=True)
+    print(f"{len(names)} runs at once for up to {args.max_seconds:.0f} s in {runs_dir}", flush=True)
+    with ThreadPoolExecutor(len(names)) as pool:
+        try:
+            codes = [pool.submit(learn_on, script, seed, args, runs_dir, deadline) for script, seed in names]
+            codes = [code.result() for code in codes]
+        except BaseException:
+            deadline.at = 0.0  # the children too are to stop
+            raise
+    trials = [learned(script, seed, code, runs_dir) for (script, seed), code in zip(names, codes, strict=True)]
+    record = {**benchmark_record("gpu", device), "runs": [asdict(trial) for trial in trials]}
+    write_json_atomically(out / "learn.json", record)
+    for trial in trials:
+        if trial.exit_code:
+            print(f"{trial.run_dir}: exit {trial.exit_code}\n{end_of(Path(trial.run_dir + '.log'))}", flush=True)
+    text = f"{describe_machine(record['machine'])}\n\n{learning_table(trials)}"
+    (out / "learn.md").write_text(text + "\n")
+    draw_learning(trials).savefig(out / "learn.png")
+    print(f"\n{text}\n\nresults: {out}")
+    return 1 if any(trial.exit_code for trial in trials) else 0
+
+
+def learn_on(script: str, seed: int, args: Args, runs_dir: Path, deadline: Deadline) -> int:
+    """One run from its last checkpoint, or from the start; its exit code."""
+    name = f"{script}__{seed}"
+    command = [sys.executable, str(REPOSITORY / "leanrl" / f"{script}.py")]
+    if (runs_dir / name / "args.json").exists():
+        command += ["--resume", str(runs_dir / name)]
+    else:
+        command += [f"--seed={seed}", f"--runs-dir={runs_dir}", f"--run-name={name}", *LEARNING_FLAGS]
+    command.append(f"--total-timesteps={args.learn_timesteps}")
+    code, _ = run_child(command, deadline, runs_dir / f"{name}.log")
+    return code
+
+
+def learned(script: str, seed: int, exit_code: int, runs_dir: Path) -> Trial:
+    """What a learning run has left so far."""
+    run_dir = runs_dir / f"{script}__{seed}"
+    trial = Trial(script, seed, [], str(run_dir), exit_code)
+    trial.read()
+    return trial
+
+
+def learning_table(trials: Sequence[Trial]) -> str:
+    """Steps so far, return and time of each run."""
+    cells = []
+    for trial in trials:
+        summary = trial.summary
+        if not summary:
+            cells.append((f"{trial.label}, seed {trial.seed}", "-", "-", "-", "-", f"exit {trial.exit_code}"))
+            continue
+        done = "interrupted" if summary["interrupted"] else "done"
+        reached = [] if summary["episodic_return"] is None else [summary["episodic_return"]]
+        cells.append(
+            (
+                f"{trial.label}, seed {trial.seed}",
+                f"{summary['global_step']:,}",
+                mean_std(reached),
+                f"{summary['wall_seconds']:,.0f}",
+                f"{summary['sps']:,.0f}",
+                f"exit {trial.exit_code}" if trial.exit_code else done,
+            )
+        )
+    legend = (
+        "return: mean of the last 100 training episodes; wall s: all starts together; sps: of the last start. "
+        "All runs shared the GPU and the cores."
+    )
+    return f"{markdown_table(('run', 'steps', 'return', 'wall s', 'sps', 'state'), cells)}\n\n{legend}"
+
+
+def draw_learning(trials: Sequence[Trial]):
+    """Episodic return against steps and against wall clock, a line a run, a colour a script."""
+    from matplotlib.figure import Figure  # not pyplot, which would look for a screen
+
+    figure = Figure(figsize=(14, 5), layout="constrained", dpi=120)
+    colors = dict(zip(LEARNING, COLORS[1:], strict=False))
+    x_labels = {"global_step": "environment steps", "charts/wall_seconds": "seconds of wall clock, all starts together"}
+    for axes, (x_key, x_label) in zip(figure.subplots(1, 2), x_labels.items(), strict=True):
+        for trial in trials:
+            label = trial.label if trial.seed == trials[0].seed else None
+            axes.plot(*compare.learning_curve(trial, x_key), color=colors[trial.label], label=label)
+        axes.set_xlabel(x_label)
+        axes.set_title("Episodic return in training", loc="left")
+        clean(axes)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", frameon=False)
+    return figure
+
+
+if __name__ == "__main__":
+    run_tool(main, Args)

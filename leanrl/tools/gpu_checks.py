@@ -1,0 +1,215 @@
+"""What graphs on this GPU must do, each check small and by itself: ``leanrl.tools.gpu`` and the tests run them.
+
+python -m leanrl.tools.gpu_checks CHECKS.json        # writes [{"check", "passed", "detail"}, ...]
+"""
+
+import json
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+from tensordict.nn import CudaGraphModule
+
+from leanrl.support.executables import CUDAGRAPH_WARMUP, WARMUP_CALLS, CompiledStep, untouched
+from leanrl.support.onegraph import OneGraph
+from leanrl.support.optim import FlatAdam
+
+CHECKS: list[Callable[[torch.device], None]] = []
+"""Each takes the device and raises where it finds something wrong; its docstring is its name."""
+
+
+def check(fn: Callable[[torch.device], None]) -> Callable[[torch.device], None]:
+    CHECKS.append(fn)
+    return fn
+
+
+def graphed(fn: Callable, device: torch.device) -> CudaGraphModule:
+    return CudaGraphModule(fn, warmup=CUDAGRAPH_WARMUP, device=device)
+
+
+def require(condition: bool, complaint: str) -> None:
+    if not condition:
+        raise AssertionError(complaint)
+
+
+@check
+def samples(device: torch.device) -> None:
+    """replays draw new samples, those that eager calls draw"""
+    draw = graphed(lambda: torch.rand(4, device=device), device)
+    drawn = torch.stack([draw() for _ in range(WARMUP_CALLS + 5)])
+    require(len(drawn.unique(dim=0)) == len(drawn), "samples repeat")
+    torch.manual_seed(1)
+    replayed = torch.stack([draw() for _ in range(5)])
+    torch.manual_seed(1)
+    eager = torch.stack([torch.rand(4, device=device) for _ in range(5)])
+    require(torch.equal(replayed, eager), "other samples than eager calls draw from the same seed")
+
+
+@check
+def learning_rate(device: torch.device) -> None:
+    """a new learning rate reaches graphs, compiled ones too"""
+    for compiled in (False, True):
+        optimizer = FlatAdam(nn.Linear(3, 5).to(device), lr=1e-3, eps=1e-8)
+        grad = torch.randn_like(optimizer.params)
+
+        def fn(optimizer: FlatAdam = optimizer, grad: torch.Tensor = grad) -> None:
+            optimizer.step(grad)
+
+        step = graphed(CompiledStep(fn, device) if compiled else fn, device)
+        for lr in (1e-3,) * WARMUP_CALLS + (0.0, 1e-2):
+            optimizer.lr.fill_(lr)
+            before = optimizer.params.clone()
+            step()
+            moved = (optimizer.params - before).abs().max().item()
+            require(0.5 * lr <= moved <= 2 * lr, f"compiled {compiled}: a rate of {lr} moved parameters by {moved}")
+
+
+@check
+def compiled_graph(device: torch.device) -> None:
+    """compile and cudagraphs together train as eager does"""
+    torch.manual_seed(0)
+    x, y = torch.randn(64, 8, device=device), torch.randn(64, 1, device=device)
+
+    def trained(wrap: Callable[[Callable], Callable]) -> torch.Tensor:
+        torch.manual_seed(1)
+        network = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)).to(device)
+        optimizer = FlatAdam(network, lr=1e-2, eps=1e-5)
+
+        def fn() -> None:
+            noisy = x + 0.1 * torch.randn_like(x)
+            grad = torch.func.grad(lambda params: ((optimizer.apply(params, noisy) - y) ** 2).mean())(optimizer.params)
+            optimizer.step(grad)
+
+        step = wrap(fn)
+        torch.manual_seed(2)
+        for _ in range(50):
+            step()
+        return optimizer.params.clone()
+
+    eager = trained(lambda fn: fn)
+    for compiled in (False, True):
+        params = trained(lambda fn, compiled=compiled: graphed(CompiledStep(fn, device) if compiled else fn, device))
+        error = ((params - eager).norm() / eager.norm()).item()
+        require(error < 1e-3, f"compiled {compiled}: parameters are off by {error:.1e}")
+
+
+@check
+def warm_up(device: torch.device) -> None:
+    """a warm-up leaves no trace: tensors, addresses, random numbers"""
+    x = torch.zeros(3, device=device)
+    step = graphed(lambda: x.add_(torch.rand(3, device=device)), device)
+    torch.manual_seed(3)
+    address = x.data_ptr()
+    with untouched([x], device):
+        for _ in range(WARMUP_CALLS):
+            step()
+    require(x.data_ptr() == address and not x.any().item(), "the tensor is not what it was")
+    step()
+    torch.manual_seed(3)
+    require(torch.equal(x, torch.rand(3, device=device)), "the random numbers are not where they were")
+
+
+class Scene:
+    """A step for OneGraph whose training takes long: an actor of one number, which an update raises by 1."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.actor, self.obs = torch.zeros(1, device=device), torch.zeros(4, device=device)
+        large = torch.randn(4096, 4096, device=device)
+        product = torch.empty_like(large)
+
+        def update(with_actor: bool) -> None:
+            for _ in range(20):
+                torch.mm(large, large, out=product)
+            if with_actor:
+                self.actor.add_(1.0)
+
+        updates = {flag: lambda flag=flag: update(flag) for flag in (False, True)}
+        self.advance = OneGraph(self.obs.copy_, updates, lambda: self.actor + 2 * self.obs, device)
+        self.told = torch.zeros(4).pin_memory()
+
+
+@check
+def actions(device: torch.device) -> None:
+    """one graph: the host waits for the actions, never for less, and not for training that they do not need"""
+    scene = Scene(device)
+    stream = torch.cuda.current_stream(device)
+    num_actor_updates, went_on = 0, []
+    for i in range(4 * WARMUP_CALLS):
+        with_actor = ((False,), (True,), (True, False), ())[i % 4]
+        num_actor_updates += sum(with_actor)
+        scene.told.fill_(float(i))
+        acted = scene.advance(scene.told, with_actor)
+        expected = num_actor_updates + 2.0 * i
+        require(bool((acted == expected).all()), f"call {i}: actions {acted.tolist()}, not {expected}")
+        if i >= 4 * (CUDAGRAPH_WARMUP + 1) and with_actor and not with_actor[-1]:
+            went_on.append(not stream.query())
+        torch.cuda.synchronize(device)
+    require(all(went_on), "the host waited for the whole graph: nothing runs while the environments step")
+
+
+@check
+def threads(device: torch.device) -> None:
+    """one graph: captured while another thread works on the device"""
+    scene, stop, errors = Scene(device), threading.Event(), []
+
+    def work() -> None:
+        try:
+            with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+                while not stop.is_set():
+                    torch.ones(100, device=device).sum().item()
+                    time.sleep(1e-3)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        for i in range(WARMUP_CALLS):
+            scene.told.fill_(float(i))
+            require(bool((scene.advance(scene.told, ()) == 2.0 * i).all()), "wrong actions")
+    finally:
+        stop.set()
+        thread.join()
+    require(not errors, f"the other thread failed: {errors}")
+
+
+@check
+def nccl(device: torch.device) -> None:
+    """NCCL: a process group of one rank reduces"""
+    import torch.distributed as dist
+
+    with tempfile.TemporaryDirectory() as folder, torch.cuda.device(device):
+        dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        try:
+            x = torch.arange(5.0, device=device)
+            dist.all_reduce(x)
+            require(x.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0], f"reduced to {x.tolist()}")
+        finally:
+            dist.destroy_process_group()
+
+
+@torch.no_grad()
+def main(path: Path) -> None:
+    """Runs every check and writes after each what is known so far."""
+    device = torch.device("cuda", 0)
+    results = []
+    for fn in CHECKS:
+        start = time.perf_counter()
+        try:
+            fn(device)
+            passed, detail = True, f"{time.perf_counter() - start:.1f} s"
+        except Exception as error:  # whatever goes wrong on a machine is a finding
+            traceback.print_exc()
+            passed, detail = False, " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        results.append({"check": fn.__doc__, "passed": passed, "detail": detail})
+        path.write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

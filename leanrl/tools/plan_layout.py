@@ -1,0 +1,393 @@
+"""Predicts the speed of distributed layouts from their measured parts, names the bottleneck, and recommends one.
+
+Measured on this machine, with the script's own code: a rollout of one actor thread (inference and emulation), an update
+at two sizes, and messages and sums between two processes. Flags after -- are the script's.
+
+    python -m leanrl.tools.plan_layout --script cleanba_ppo -- --env-id Breakout-v5 --torso nature --device cpu
+    python -m leanrl.tools.plan_layout --check a0-l0-d1 a0-l1-d1 -- --env-id CartPole-v1 --device cpu
+
+On a CPU, devices are virtual and share the cores of their machine. Layouts of several groups are planned with a machine
+like this one for each group, except those that --check runs: they are planned and run on this one. Other machines'
+links are not measured: --link-gbytes is taken for messages between GPUs and between machines.
+"""
+
+import math
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import torch
+import tyro
+
+from leanrl.sebulba.actor import ActorThread
+from leanrl.sebulba.algorithm import Shards
+from leanrl.sebulba.args import resolve_devices, validate_runtime
+from leanrl.sebulba.collectives import sum_in_order
+from leanrl.sebulba.environments import make_pool
+from leanrl.sebulba.layout import Layout, parse_layout
+from leanrl.sebulba.params import ParamsSource
+from leanrl.sebulba.rollout import Rollout
+from leanrl.support.devices import available_cores, set_cpu_numerics
+from leanrl.support.errors import UsageError, bad, require_at_least, require_positive
+from leanrl.support.run import synchronize, write_json_atomically
+from leanrl.tools.common import benchmark_record, describe_machine, fresh_folder, markdown_table, run_tool
+from leanrl.tools.trials import REPOSITORY, SCRIPTS, read_json
+
+# Up to 128 devices.
+LAYOUTS = (
+    *("a0-l0-d1", "a0-l0,1-d1", "a0-l1-d1", "a0-l1,2-d1", "a0-l1,2,3-d1", "a0,1-l2,3-d1"),
+    *(f"a0-l1,2,3-d{groups}" for groups in (2, 4, 8, 16, 32)),
+)
+
+
+@dataclass
+class Args:
+    script: str = "cleanba_ppo"
+    """distributed script"""
+    layouts: tuple[str, ...] = LAYOUTS
+    """layouts to predict"""
+    check: tuple[str, ...] = ()
+    """layouts to run here too, beside their prediction"""
+    check_updates: int = 20
+    """updates of such a run"""
+    repeats: int = 3
+    """measurements of each part, of which the median counts"""
+    link_gbytes: float = 10.0
+    """10**9 bytes a second between machines, and between GPUs"""
+    runs_dir: str = "runs"
+    """folder of the default --out"""
+    out: str | None = None
+    """folder for the results; by default RUNS_DIR/plan_layout/TIME"""
+    script_args: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="-- FLAGS")] = ()
+    """flags of the script"""
+
+
+class Cost(NamedTuple):
+    """Of a piece of work, in seconds: alone, and how long it keeps one core busy."""
+
+    wall: float
+    cores: float
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.wall + other.wall, self.cores + other.cores)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What was measured."""
+
+    inference: float
+    """seconds of a rollout of one actor thread"""
+    emulation: float
+    """likewise"""
+    rollout: Cost
+    update: tuple[tuple[int, Cost], tuple[int, Cost]]
+    """(environments, cost) of an update, twice"""
+    message: tuple[float, float]
+    """latency in seconds, and seconds a byte, from process to process"""
+    reduction: tuple[float, float]
+    """likewise, of a sum over two"""
+    rollout_bytes: int
+    """of one environment"""
+    params: int
+    steps: int
+    """optimiser steps of an update"""
+
+    def update_of(self, num_envs: int) -> Cost:
+        """The cost of an update on so many environments: a straight line through the two that were measured."""
+        (n0, c0), (n1, c1) = self.update
+        weight = (num_envs - n0) / (n1 - n0)
+        return Cost(*(max(a + weight * (b - a), 0.2 * a) for a, b in zip(c0, c1, strict=True)))
+
+
+class Prediction(NamedTuple):
+    layout: str
+    devices: int
+    num_envs: int
+    sps: float
+    seconds: dict[str, float]
+    """of an iteration: rollout, transfer, update, all-reduce"""
+    bottleneck: str
+
+
+# -------------------------------------------------------------------------------------------------------- MEASUREMENT
+
+
+def timed(fn, repeats: int, device: torch.device) -> Cost:
+    """The median cost of calls of ``fn``, after one that is not counted."""
+    costs = []
+    for _ in range(repeats + 1):
+        synchronize(device)
+        wall, cores = time.perf_counter(), time.process_time()
+        fn()
+        synchronize(device)
+        costs.append(Cost(time.perf_counter() - wall, time.process_time() - cores))
+    return sorted(costs[1:])[repeats // 2]
+
+
+@torch.no_grad()
+def measure(args: Args, module, script_args, device: torch.device) -> Parts:
+    """Measures every part, in this process and, for messages, in two others."""
+    script_args.num_envs = num_envs = script_args.local_num_envs
+    set_cpu_numerics(script_args.num_threads or 1)
+    layout = Layout((0,), (0,), 1, 1, num_envs)
+    env_threads = script_args.env_threads or max(1, available_cores() // script_args.num_actor_threads)
+    pool = make_pool(script_args.env_id, range(num_envs), script_args.seed, script_args.protocol, env_threads)
+    space, num_actions = pool.single_observation_space, int(pool.single_action_space.n)
+    agent = module.make_agent(space, num_actions, script_args).to(device)
+    source = ParamsSource(torch.zeros(1, device=device), 0, 0, 60)
+    told = (script_args, device, 0, 1, lambda *error: None)
+    thread = ActorThread("actor thread", layout.pieces_of_thread(0, 0), pool, agent, source, *told)
+    thread.warm_up()
+    obs, _ = pool.reset()
+    piece = Rollout.allocate(script_args.num_steps, num_envs, space.shape, torch.from_numpy(obs).dtype, device)
+    resets = torch.zeros(num_envs, dtype=torch.bool).numpy()
+    header = piece.read_header()
+    rollout = timed(lambda: thread.play_rollout([piece], header, obs, resets), args.repeats, device)
+    header = piece.read_header()
+    pool.close()
+
+    sizes = [max(1, num_envs // 2), num_envs]
+    updates = []
+    for size in sizes:
+        shard = Rollout.allocate(script_args.num_steps, size, space.shape, piece.obs.dtype, device)
+        for target, filled in zip(shard.columns(), piece.columns(), strict=True):
+            target.copy_(filled[:, :size])
+        learner = module.make_agent(space, num_actions, script_args).to(device)
+        optimizer = module.make_optimizer(learner, script_args)
+        update = module.make_update(learner, optimizer, Shards([0], [shard], 1, sum_in_order), script_args, device)
+        update.warm_up()
+        updates.append((size, timed(lambda update=update: update.run(1), args.repeats, device)))
+    params = len(optimizer.params)
+    num_bytes = len(piece.buffer)
+    message, reduction = measure_links(num_bytes, 4 * params, args.repeats)
+    if device.type == "cuda":  # what two processes on a CPU do says nothing about GPUs
+        message = reduction = (20e-6, 1 / (1e9 * args.link_gbytes))
+    return Parts(
+        inference=header.inference + header.device_to_host,
+        emulation=header.env_step,
+        rollout=rollout,
+        update=tuple(updates),
+        message=message,
+        reduction=reduction,
+        rollout_bytes=num_bytes // num_envs,
+        params=params,
+        steps=update.num_steps,
+    )
+
+
+LINKS = """
+import sys, time
+import torch, torch.distributed as dist
+rank, port, sizes, repeats = int(sys.argv[1]), sys.argv[2], [int(n) for n in sys.argv[3:5]], int(sys.argv[5])
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+def send(x):
+    if rank == 0:
+        dist.send(x, 1)
+        dist.recv(x[:1], 1)
+    else:
+        dist.recv(x, 0)
+        dist.send(x[:1], 0)
+for operation, size in ((send, sizes[0]), (dist.all_reduce, sizes[1])):
+    for n in (64, max(size, 4096)):
+        x, seconds = torch.zeros(n // 4), []
+        for _ in range(repeats + 2):
+            dist.barrier()
+            start = time.perf_counter()
+            operation(x)
+            seconds.append(time.perf_counter() - start)
+        if rank == 0:
+            print(max(n, 4), sorted(seconds[2:])[repeats // 2])
+"""
+
+
+def measure_links(message_bytes: int, params_bytes: int, repeats: int) -> tuple[tuple[float, float], ...]:
+    """(latency, seconds a byte) of a message and of a sum between two processes here, over gloo."""
+    words = [str(random.randrange(40_000, 60_000)), str(message_bytes), str(params_bytes), str(max(3, repeats))]
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", LINKS, str(rank), *words], stdout=subprocess.PIPE, text=True)
+        for rank in (0, 1)
+    ]
+    out, _ = [rank.communicate()[0] for rank in ranks]
+    if any(rank.returncode for rank in ranks):
+        raise RuntimeError("two processes could not talk to each other over gloo")
+    (n0, t0), (n1, t1), (m0, r0), (m1, r1) = (tuple(map(float, line.split())) for line in out.splitlines())
+    return (t0, max(t1 - t0, 0.0) / (n1 - n0)), (r0, max(r1 - r0, 0.0) / (m1 - m0))
+
+
+# --------------------------------------------------------------------------------------------------------- PREDICTION
+
+
+def predict(text: str, parts: Parts, script_args, cores: int, machines: int, link_gbytes: float) -> Prediction:
+    """The speed of a layout.
+
+    Args:
+        cores: of a machine.
+        machines: that the groups are spread over.
+    """
+    actors, learners, num_groups = parse_layout(text)
+    threads, local = script_args.num_actor_threads, script_args.local_num_envs
+    layout = Layout(actors, learners, num_groups, threads, local)
+    groups = math.ceil(num_groups / machines)
+    num_threads, num_learners = groups * len(actors) * threads, groups * len(learners)
+    update = parts.update_of(layout.num_envs // layout.num_learners)
+    rollout = max(parts.rollout.wall, num_threads * parts.rollout.cores / cores)
+    if script_args.device != "cpu":  # the threads of a device share it
+        rollout = max(rollout, threads * parts.inference)
+    updating = max(update.wall, num_learners * update.cores / cores)
+
+    # Every byte that leaves its process; a machine's messages share its memory or its link.
+    foreign = sum(
+        len(piece.envs)
+        for learner in range(len(learners))
+        for piece in layout.pieces_of_learner(learner)
+        if layout.actor_part(piece.actor).rank != layout.learner_part(learner).rank
+    )
+    latency, per_byte = parts.message
+    remote_actors = len([part for part in layout.parts if part.learner is None and part.group == 0])
+    transfer = (latency + per_byte * parts.rollout_bytes * foreign) * groups if foreign else 0.0
+    transfer += remote_actors * groups * (latency + per_byte * 4 * parts.params)
+    reduction = 0.0
+    if layout.num_learners > 1:
+        latency, per_byte = parts.reduction
+        if machines > 1:
+            per_byte = max(per_byte, 1 / (1e9 * link_gbytes))
+        n = layout.num_learners
+        # Rings pass 2 (n - 1) / n of the vector through each link: the whole of it once where n = 2, as measured.
+        reduction = parts.steps * (latency * math.log2(n) + per_byte * 4 * parts.params * 2 * (n - 1) / n)
+    seconds = {"rollout": rollout, "transfer": transfer, "update": updating, "all-reduce": reduction}
+    work = (num_threads * parts.rollout.cores + num_learners * update.cores) / cores
+    learning = transfer + updating + reduction
+    shared = script_args.device == "cpu" or set(actors) & set(learners)
+    whole = rollout + learning
+    if script_args.policy_lag > 0:
+        whole = max(rollout, learning, work) if script_args.device == "cpu" or not shared else whole
+    slowest = max(seconds, key=seconds.get)
+    if slowest == "rollout":
+        slowest = "emulation" if parts.emulation > parts.inference else "inference"
+    devices = len(layout.parts)
+    return Prediction(text, devices, layout.num_envs, layout.num_envs * script_args.num_steps / whole, seconds, slowest)
+
+
+def recommend(predictions: Sequence[Prediction], parts: Parts, cores: int) -> list[str]:
+    """Advice in sentences."""
+    fastest = max(predictions, key=lambda p: p.sps)
+    thrifty = max(predictions, key=lambda p: p.sps / p.devices)
+    threads = min(max(1, cores), 1 + math.ceil(parts.emulation / max(parts.inference, 1e-9)))
+    (_, half), (_, full) = parts.update
+    grows = full.wall < 1.7 * half.wall
+    return [
+        f"Fastest: {fastest.layout}, {fastest.sps:,.0f} steps a second; its bottleneck is {fastest.bottleneck}.",
+        f"Most for each device: {thrifty.layout}, {thrifty.sps / thrifty.devices:,.0f} steps a second.",
+        f"Actor threads: {threads}, so that some emulate while one infers"
+        f" ({parts.emulation:.2g} s against {parts.inference:.2g} s a rollout).",
+        f"Environments: more; an update of twice as many takes {full.wall / half.wall:.1f} times as long."
+        if grows
+        else "Environments: enough; an update's time grows with their number.",
+    ]
+
+
+# -------------------------------------------------------------------------------------------------------------- CHECK
+
+
+def run_layout(text: str, args: Args, script_args, folder: Path) -> float:
+    """Runs a layout here, all groups on this machine; returns its steps per second. RuntimeError where it fails."""
+    actors, learners, num_groups = parse_layout(text)
+    num_envs = script_args.local_num_envs * script_args.num_actor_threads * len(actors) * num_groups
+    total = args.check_updates * num_envs * script_args.num_steps
+    command = [sys.executable, str(SCRIPTS / f"{args.script}.py"), *args.script_args]
+    command += ["--actor-device-ids", *map(str, actors), "--learner-device-ids", *map(str, learners)]
+    command += [f"--total-timesteps={total}", "--runs-dir", str(folder), "--run-name", text.replace(",", "")]
+    path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+    environ = {**os.environ, "PYTHONPATH": path}
+    if num_groups > 1:
+        command.append("--distributed")
+        job = {"SLURM_JOB_ID": str(random.randrange(10**6)), "SLURM_STEP_NODELIST": "localhost"}
+        environ |= {**job, "SLURM_NTASKS": str(num_groups)}
+    tasks = [
+        subprocess.Popen(command, env={**environ, "SLURM_PROCID": str(i)}, stdout=subprocess.DEVNULL)
+        for i in range(num_groups)
+    ]
+    codes = [task.wait() for task in tasks]
+    if any(codes):
+        raise RuntimeError(f"{text} ended with exit code {max(codes, key=abs)}")
+    return read_json(folder / text.replace(",", "") / "summary.json")["sps"]
+
+
+# ------------------------------------------------------------------------------------------------------------ RESULTS
+
+
+def render(predictions: Sequence[Prediction], measured: dict[str, float]) -> str:
+    header = ["layout", "devices", "environments", "sps", "rollout s", "transfer s", "update s", "all-reduce s"]
+    header += ["bottleneck", *(["measured sps", "off by"] if measured else [])]
+    rows = []
+    for p in predictions:
+        row = [p.layout, f"{p.devices}", f"{p.num_envs:,}", f"{p.sps:,.0f}"]
+        row += [*(f"{seconds:.3g}" for seconds in p.seconds.values()), p.bottleneck]
+        if measured:
+            sps = measured.get(p.layout)
+            row += ["", ""] if sps is None else [f"{sps:,.0f}", f"{p.sps / sps - 1:+.0%}"]
+        rows.append(row)
+    return markdown_table(header, rows)
+
+
+def main(args: Args) -> int:
+    require_at_least(args, 1, "repeats", "check_updates")
+    require_positive(args, "link_gbytes")
+    known = sorted(path.stem for path in SCRIPTS.glob("cleanba_*.py"))
+    if args.script not in known:
+        raise bad("script", args.script, f"is no distributed script; there are {', '.join(known)}")
+    module = __import__(f"leanrl.{args.script}", fromlist=["Args"])
+    script_args = tyro.cli(module.Args, args=list(args.script_args), prog=args.script)
+    module.validate(script_args)
+    validate_runtime(script_args)
+    device = resolve_devices(script_args)
+    script_args.device = device.type
+    layouts = []
+    for text in dict.fromkeys((*args.check, *args.layouts)):
+        actors, learners, groups = parse_layout(text)
+        try:
+            layout = Layout(actors, learners, groups, script_args.num_actor_threads, script_args.local_num_envs)
+            module.validate_shards(script_args, layout)
+        except UsageError as error:
+            if text in args.check:
+                raise
+            print(f"leaving out {text}: {error}", file=sys.stderr, flush=True)
+            continue
+        layouts.append(text)
+    if not layouts:
+        raise bad("layouts", " ".join(args.layouts), "none of them fits the script's flags")
+
+    print("measuring the parts", flush=True)
+    cores = available_cores()
+    parts = measure(args, module, script_args, device)
+    predictions = []
+    for text in layouts:
+        machines = 1 if text in args.check else parse_layout(text)[-1]
+        predictions.append(predict(text, parts, script_args, cores, machines, args.link_gbytes))
+    out = Path(args.out) if args.out else fresh_folder(args.runs_dir, "plan_layout")
+    measured = {}
+    for text in args.check:
+        print(f"running {text}", flush=True)
+        measured[text] = run_layout(text, args, script_args, out / "runs")
+    out.mkdir(parents=True, exist_ok=True)
+    record = {**benchmark_record("plan_layout", device), "parts": asdict(parts), "measured": measured}
+    record["predictions"] = [prediction._asdict() for prediction in predictions]
+    write_json_atomically(out / "plan_layout.json", record)
+    advice = "\n".join(f"- {line}" for line in recommend(predictions, parts, cores))
+    text = f"{args.script}, {script_args.env_id}, {describe_machine(record['machine'])}\n\n"
+    text += f"{render(predictions, measured)}\n\n{advice}"
+    (out / "table.md").write_text(text + "\n")
+    print(f"\n{text}\n\nJSON: {out / 'plan_layout.json'}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_tool(main, Args)

@@ -1,0 +1,223 @@
+"""Shows that distributed runs learn the same on any layout: compares what their last checkpoints hold, bit for bit.
+
+With --exact-reduction every layout must end with the same parameters and optimiser state, and so must a second run of
+one layout without it. Without it, one update must agree within float32 tolerance.
+
+    python -m leanrl.tools.reproduce
+    python -m leanrl.tools.reproduce --scripts cleanba_ppo --layouts a0-l0-d1 a0-l1,2-d1 --lags 0 1 2 --updates 50
+
+Everything runs on this machine's CPU with virtual devices; layouts of several groups (d2) are started as SLURM would
+start them, one task a group. The tables are also written to OUT/table.md and OUT/reproduce.json.
+"""
+
+import hashlib
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch.utils._pytree import tree_flatten_with_path
+
+from leanrl.sebulba.layout import parse_layout
+from leanrl.support.checkpoints import load_last_checkpoint
+from leanrl.support.errors import UsageError, bad, require_at_least
+from leanrl.support.run import write_json_atomically
+from leanrl.tools.common import benchmark_record, describe_machine, fresh_folder, markdown_table, run_tool
+from leanrl.tools.trials import REPOSITORY, SCRIPTS, require_distinct
+
+LAYOUTS = ("a0-l0-d1", "a0-l0,1-d1", "a0-l1-d1", "a0-l1,2-d1", "a0-l0-d2")
+NUM_ACTOR_THREADS = 2
+# One update's parameters may differ by so much where sums are taken in another order.
+TOLERANCE = 1e-5
+
+
+@dataclass
+class Args:
+    scripts: tuple[str, ...] = ("cleanba_ppo", "cleanba_impala")
+    """distributed scripts"""
+    layouts: tuple[str, ...] = LAYOUTS
+    """the first is what the others are compared with"""
+    lags: tuple[int, ...] = (0, 1)
+    """values of --policy-lag"""
+    env_id: str = "CartPole-v1"
+    """environment"""
+    num_envs: int = 32
+    """environments in all, the same in every layout"""
+    num_shards: int = 4
+    """shards, the same in every layout"""
+    num_steps: int = 32
+    """steps of a rollout"""
+    updates: int = 20
+    """updates of a run"""
+    seed: int = 1
+    """seed of every run"""
+    runs_dir: str = "runs"
+    """folder of the default --out"""
+    out: str | None = None
+    """folder for the results and the run directories; by default RUNS_DIR/reproduce/TIME"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a table says of one run."""
+
+    script: str
+    layout: str
+    lag: int
+    exact: bool
+    updates: int
+    repeat: int = 0
+
+    @property
+    def name(self) -> str:
+        words = (self.script, self.layout.replace(",", ""), f"lag{self.lag}", "exact" if self.exact else "fast")
+        return "_".join((*words, f"{self.updates}updates", str(self.repeat)))
+
+
+def command(run: Run, args: Args, folder: Path) -> list[str]:
+    """The command line of each task of a run."""
+    actors, learners, num_groups = parse_layout(run.layout)
+    num_threads = num_groups * len(actors) * NUM_ACTOR_THREADS
+    if args.num_envs % num_threads:
+        raise bad("num_envs", args.num_envs, f"{run.layout} has {num_threads} actor threads, which must divide it")
+    return [
+        sys.executable,
+        str(SCRIPTS / f"{run.script}.py"),
+        "--device=cpu",
+        f"--env-id={args.env_id}",
+        f"--seed={args.seed}",
+        f"--total-timesteps={run.updates * args.num_envs * args.num_steps}",
+        *("--actor-device-ids", *map(str, actors), "--learner-device-ids", *map(str, learners)),
+        f"--num-actor-threads={NUM_ACTOR_THREADS}",
+        f"--local-num-envs={args.num_envs // num_threads}",
+        f"--num-shards={args.num_shards}",
+        f"--num-steps={args.num_steps}",
+        "--num-minibatches=2",
+        f"--policy-lag={run.lag}",
+        "--num-threads=1",
+        *(["--exact-reduction"] if run.exact else []),
+        *("--runs-dir", str(folder), "--run-name", run.name),
+        *(["--distributed"] if num_groups > 1 else []),
+    ]
+
+
+def execute(run: Run, args: Args, folder: Path) -> dict[str, torch.Tensor]:
+    """Runs one to its end and returns the tensors of its last checkpoint by name.
+
+    Raises:
+        UsageError: a task ended with another exit code than 0.
+    """
+    *_, num_groups = parse_layout(run.layout)
+    words = command(run, args, folder)
+    path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+    environ = {**os.environ, "PYTHONPATH": path}
+    if num_groups > 1:
+        # Ports go by job number.
+        job = {"SLURM_JOB_ID": str(random.randrange(10**6)), "SLURM_STEP_NODELIST": "localhost"}
+        environ |= {**job, "SLURM_NTASKS": str(num_groups)}
+    tasks = [
+        subprocess.Popen(words, env={**environ, "SLURM_PROCID": str(number)}, stdout=subprocess.DEVNULL)
+        for number in range(num_groups)
+    ]
+    try:
+        codes = [task.wait() for task in tasks]
+    finally:
+        for task in tasks:
+            if task.poll() is None:
+                task.terminate()
+                task.wait()
+    if any(codes):
+        raise UsageError(f"{run.name}: ended with exit code {max(codes, key=abs)}")
+    identity = {"script": run.script, "env_id": args.env_id}
+    _, state = load_last_checkpoint(folder / run.name / "checkpoints", identity)
+    leaves, _ = tree_flatten_with_path(state["script"])
+    return {str(path): leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
+
+
+def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
+    """Twelve digits that any bit of the tensors changes."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(name.encode() + tensor.numpy().tobytes())
+    return digest.hexdigest()[:12]
+
+
+def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """The largest absolute difference between the parameters of two checkpoints."""
+    return max((a[name] - b[name]).abs().max().item() for name in a if "agent" in name)
+
+
+def compare_script(script: str, lag: int, args: Args, folder: Path) -> list[dict]:
+    """Runs every layout of a script with one lag; a row for each, with whether it equals the first."""
+    rows = []
+    for layout in args.layouts:
+        exact = execute(Run(script, layout, lag, True, args.updates), args, folder)
+        one = execute(Run(script, layout, lag, False, 1), args, folder)
+        if layout == args.layouts[0]:
+            first_exact, first_one = exact, one
+        close = difference(one, first_one)
+        row = {"script": script, "lag": lag, "layout": layout, "fingerprint": fingerprint(exact)}
+        row |= {"equal": fingerprint(exact) == fingerprint(first_exact), "difference": close}
+        rows.append({**row, "close": close <= TOLERANCE})
+        print(f"{script}, lag {lag}, {layout}: {row['fingerprint']}", flush=True)
+    last = args.layouts[-1]
+    twice = [
+        fingerprint(execute(Run(script, last, lag, False, args.updates, repeat), args, folder)) for repeat in (0, 1)
+    ]
+    rows[-1]["repeatable"] = twice[0] == twice[1]
+    return rows
+
+
+def render(rows: Sequence[dict], args: Args) -> str:
+    """The table, and what its columns mean."""
+    header = ("script", "lag", "layout", "exact: fingerprint", "equal", "one update: difference", "within", "repeats")
+    cells = [
+        (
+            row["script"],
+            str(row["lag"]),
+            row["layout"],
+            row["fingerprint"],
+            "yes" if row["equal"] else "NO",
+            f"{row['difference']:.1e}",
+            "yes" if row["close"] else "NO",
+            {True: "yes", False: "NO"}.get(row.get("repeatable"), ""),
+        )
+        for row in rows
+    ]
+    legend = (
+        f"{args.env_id}, {args.num_envs} environments, {args.num_shards} shards, {args.updates} updates. Equal: every "
+        "tensor of the last checkpoint is, bit for bit, with --exact-reduction. Difference: the largest between two "
+        f"parameters after one update without it; within: of {TOLERANCE:g}. Repeats: two runs without it are equal."
+    )
+    return f"{markdown_table(header, cells)}\n\n{legend}"
+
+
+def main(args: Args) -> int:
+    """0 if every layout computes the same, 1 if one does not."""
+    require_distinct(args, "scripts", "layouts", "lags")
+    require_at_least(args, 1, "num_envs", "num_shards", "num_steps", "updates")
+    known = sorted(path.stem for path in SCRIPTS.glob("cleanba_*.py"))
+    for script in args.scripts:
+        if script not in known:
+            raise bad("scripts", script, f"is no distributed script; there are {', '.join(known)}")
+    for layout in args.layouts:  # what is bad is told before anything runs
+        command(Run(args.scripts[0], layout, 0, True, 1), args, Path())
+    out = Path(args.out) if args.out else fresh_folder(args.runs_dir, "reproduce")
+    rows = []
+    for script in args.scripts:
+        for lag in args.lags:
+            rows += compare_script(script, lag, args, out / "runs")
+    record = {**benchmark_record("reproduce", torch.device("cpu")), "args": asdict(args), "rows": rows}
+    text = f"{describe_machine(record['machine'])}\n\n{render(rows, args)}"
+    write_json_atomically(out / "reproduce.json", record)
+    (out / "table.md").write_text(text + "\n")
+    print(f"\n{text}\n\nJSON: {out / 'reproduce.json'}")
+    return 0 if all(row["equal"] and row["close"] and row.get("repeatable", True) for row in rows) else 1
+
+
+if __name__ == "__main__":
+    run_tool(main, Args)

@@ -1,0 +1,116 @@
+"""Draws who waited for whom in a distributed run: a row a part, a bar an interval, from its timeline.jsonl.
+
+    python -m leanrl.tools.timeline runs/my_run
+    python -m leanrl.tools.timeline runs/my_run --last 5 --out who_waits
+
+Writes RUN_DIR/timeline.png, or OUT.png, and prints what part of the time each part spent on what.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from leanrl.sebulba.learner import TIMELINE_FILE
+from leanrl.support.errors import UsageError, require_at_least
+from leanrl.tools.common import COLORS, clean, markdown_table, run_tool
+
+
+@dataclass
+class Args:
+    run_dir: tyro.conf.Positional[Path]
+    """run directory of a distributed script"""
+    last: int = 10
+    """iterations to draw, the last ones"""
+    out: Path | None = None
+    """picture to write, without suffix"""
+
+
+Spans = dict[str, list[tuple[str, float, float]]]
+"""part -> (what it did, from, to), in seconds from the first start"""
+
+
+def read_spans(run_dir: Path, last: int) -> Spans:
+    """The last iterations of a run, part by part.
+
+    Raises:
+        UsageError: there is no timeline, or it is damaged.
+    """
+    path = run_dir / TIMELINE_FILE
+    try:
+        lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        iterations = [dict(json.loads(line)["spans"]) for line in lines[-last:]]
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror}); distributed runs write it") from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{path}: damaged ({error})") from None
+    if not iterations:
+        raise UsageError(f"{path}: has no iteration yet")
+    first = min(start for spans in iterations for part in spans.values() for _, start, _ in part)
+    merged = defaultdict(list)
+    for spans in iterations:
+        for name, part in spans.items():
+            merged[name] += [(what, start - first, end - first) for what, start, end in part]
+    return dict(merged)
+
+
+def shares(spans: Spans) -> list[tuple[str, str, float]]:
+    """(part, what, its part of the time that is drawn), for every kind of interval."""
+    whole = max(end for part in spans.values() for *_, end in part)
+    rows = []
+    for name, part in spans.items():
+        kinds = dict.fromkeys(what for what, *_ in part)
+        rows += [(name, kind, sum(end - start for what, start, end in part if what == kind) / whole) for kind in kinds]
+    return rows
+
+
+def draw(spans: Spans, title: str):
+    """The figure; waiting is pale."""
+    from matplotlib.figure import Figure  # not pyplot, which would look for a screen
+
+    figure = Figure(figsize=(13, 1.6 + 0.5 * len(spans)), layout="constrained", dpi=120)
+    axes = figure.subplots()
+    kinds = list(dict.fromkeys(what for part in spans.values() for what, *_ in part))
+    for row, part in enumerate(spans.values()):
+        for kind in kinds:
+            bars = [(start, end - start) for what, start, end in part if what == kind]
+            waits = kind.startswith("wait")
+            color = "#d8d8d8" if waits else COLORS[1 + kinds.index(kind) % (len(COLORS) - 1)]
+            hatch = "///" if waits else None
+            axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=color, hatch=hatch, edgecolor="white", linewidth=0.3)
+    for kind in kinds:
+        waits = kind.startswith("wait")
+        color = "#d8d8d8" if waits else COLORS[1 + kinds.index(kind) % (len(COLORS) - 1)]
+        axes.bar(0, 0, color=color, hatch="///" if waits else None, edgecolor="white", label=kind)
+    axes.set_yticks(range(len(spans)), list(spans))
+    axes.set_ylim(len(spans) - 0.5, -0.5)
+    axes.set_xlabel("seconds")
+    axes.set_title(title, loc="left")
+    clean(axes)
+    figure.legend(loc="outside lower center", ncols=len(kinds), frameon=False)
+    return figure
+
+
+def render(rows: Sequence[tuple[str, str, float]]) -> str:
+    """The shares as a table."""
+    return markdown_table(("part", "what", "of the time"), [(name, kind, f"{part:.0%}") for name, kind, part in rows])
+
+
+def main(args: Args) -> int:
+    require_at_least(args, 1, "last")
+    spans = read_spans(args.run_dir, args.last)
+    picture = (args.out or args.run_dir / "timeline").with_suffix(".png")
+    figure = draw(spans, f"{args.run_dir.resolve().name}: the last {args.last} iterations")
+    try:
+        figure.savefig(picture)
+    except OSError as error:
+        raise UsageError(f"--out {picture}: cannot be written ({error.strerror})") from None
+    print(f"{render(shares(spans))}\n\npicture: {picture}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_tool(main, Args)

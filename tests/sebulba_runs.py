@@ -1,0 +1,82 @@
+"""Running the distributed scripts as real processes, several at a time."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+from scripts import SOURCE, run
+
+DISTRIBUTED = ["cleanba_ppo", "cleanba_impala"]
+ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    ENV.pop(name, None)
+
+
+def tiny(folder: Path, *flags) -> list[str]:
+    """Flags of a run of updates that take milliseconds; ``flags`` come last and win."""
+    ours = ["--device=cpu", "--env-id=CartPole-v1", "--local-num-envs=8", "--num-steps=16", "--num-minibatches=2"]
+    ours += ["--num-threads=1", "--env-threads=1", "--log-frequency=1", f"--runs-dir={folder}", "--run-name=run"]
+    return [*ours, *map(str, flags)]
+
+
+def launch(script: str, *flags, environ=None, prefix=(sys.executable,)) -> subprocess.Popen:
+    """Starts a script; its output, both streams, is in ``stdout``."""
+    command = [*prefix, SOURCE / f"{script}.py", *flags]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env={**ENV, **(environ or {})}, **streams)
+
+
+def finish(process: subprocess.Popen, seconds: float = 120) -> tuple[int, str]:
+    """Waits for the end: exit code and output."""
+    try:
+        out, _ = process.communicate(timeout=seconds)
+    finally:
+        end(process)
+    return process.returncode, out
+
+
+def end(process: subprocess.Popen) -> None:
+    """Kills what is left of a run."""
+    if process.poll() is None:
+        for child in ranks_of(process):
+            child.kill()
+        process.kill()
+        process.wait()
+
+
+def ranks_of(launcher: subprocess.Popen) -> list[psutil.Process]:
+    """The processes of a launcher's ranks, by rank."""
+    children = [c for c in psutil.Process(launcher.pid).children() if c.status() != psutil.STATUS_ZOMBIE]
+    return sorted(children, key=lambda child: int(child.environ()["RANK"]))
+
+
+def wait_for_log(run_dir: Path, process: subprocess.Popen, points: int = 1, seconds: float = 120) -> None:
+    """Waits for so many log points of a run that is under way."""
+    deadline = time.monotonic() + seconds
+    path = run_dir / "metrics.jsonl"
+    while not path.exists() or path.read_text().count("\n") < points:
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline, "no log point came"
+        time.sleep(0.02)
+
+
+def last_line(out: str) -> str:
+    return out.strip().splitlines()[-1]
+
+
+def alive(processes: list[psutil.Process]) -> list[int]:
+    """Those that still run."""
+    return [p.pid for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def run_alone(monkeypatch, script: str, *flags) -> int:
+    """Runs the only rank of a layout in this process, as torchrun would start it; returns the exit code."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    with monkeypatch.context() as patch:
+        for name, value in alone.items():
+            patch.setenv(name, value)
+        patch.setattr(os, "_exit", sys.exit)
+        return run(script, *flags)

@@ -1,0 +1,155 @@
+"""The one-graph rungs: what their step does and waits for, and that it computes what the siblings' compute."""
+
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from scripts import course, leaves, newest_checkpoint, run, start_process, tiny
+
+from leanrl.support import onegraph
+from leanrl.support.executables import CUDAGRAPH_WARMUP
+from leanrl.support.onegraph import OneGraph
+
+SCRIPTS = ["sac_continuous_action", "td3_continuous_action"]
+
+
+# ----------------------------------------------------------------------------------------------------------- ON A CPU
+
+
+class FakeStream:
+    """Does nothing; writes down what waits for what, and for which of the works that were done before."""
+
+    def __init__(self, log: list):
+        self.log = log
+
+    def wait_stream(self, stream) -> None:
+        pass
+
+    def record_event(self) -> int:
+        return len(self.log)
+
+    def wait_event(self, event: int) -> None:
+        self.log.append(("act waits for", self.log[:event][-1]))
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    """CUDA's streams and graphs for a machine without: a capture runs its work once, a replay is written down."""
+    log = []
+
+    @contextmanager
+    def capture(graph, stream, capture_error_mode):
+        assert capture_error_mode == "thread_local"
+        start = len(log)
+        yield
+        graph.work = log[start:]
+        del log[start:]  # captured work is not done
+
+    class FakeGraph:
+        def replay(self) -> None:
+            log.extend(self.work)
+
+    fakes = SimpleNamespace(
+        Stream=lambda device: FakeStream(log),
+        Event=lambda external: SimpleNamespace(
+            record=lambda stream: log.append("acted"), synchronize=lambda: log.append("host waits")
+        ),
+        CUDAGraph=FakeGraph,
+        graph=capture,
+        stream=lambda stream: nullcontext(),
+        current_stream=lambda device: FakeStream(log),
+    )
+    empty_like = torch.empty_like
+    names = ("empty", "Tensor", "device")
+    fake_torch = SimpleNamespace(
+        cuda=fakes, empty_like=lambda x, device, pin_memory: empty_like(x), **{n: getattr(torch, n) for n in names}
+    )
+    monkeypatch.setattr(onegraph, "torch", fake_torch)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
+    return log
+
+
+@pytest.mark.parametrize(
+    ("with_actor", "ready_after"),
+    [
+        ((), "observe"),
+        ((False,), "observe"),
+        ((True,), "update True"),
+        ((False, True, False, False), "update True"),
+        ((True, False, True), "update True"),
+    ],
+)
+def test_every_call_is_one_step_and_acting_waits_for_the_actor_alone(with_actor, ready_after, fake_cuda):
+    log = fake_cuda
+    updates = {flag: lambda flag=flag: log.append(f"update {flag}") for flag in (False, True)}
+
+    def act() -> torch.Tensor:
+        log.append("act")
+        return torch.zeros(2)
+
+    advance = OneGraph(lambda told: log.append("observe"), updates, act, torch.device("cpu"))
+    told = torch.zeros(1, 3)
+    for _ in range(CUDAGRAPH_WARMUP + 3):
+        log.clear()
+        advance(told, with_actor)
+        work = ["observe", *(f"update {flag}" for flag in with_actor), ("act waits for", ready_after)]
+        assert log == [*work, "act", "acted", "host waits"]
+    with pytest.raises(ValueError, match="the tensor of the first call"):
+        advance(told.clone(), with_actor)
+
+
+def test_memory_that_is_not_pinned_is_refused(fake_cuda, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: False)
+    advance = OneGraph(lambda told: None, {}, lambda: torch.zeros(2), torch.device("cpu"))
+    with pytest.raises(ValueError, match="pinned"):
+        advance(torch.zeros(1, 3), ())
+
+
+@pytest.mark.parametrize(
+    ("script", "compiled"),
+    [(SCRIPTS[0], False), (SCRIPTS[1], True), pytest.param(SCRIPTS[0], True, marks=pytest.mark.long)],
+)
+def test_on_a_cpu_it_is_the_sibling_bit_for_bit(script, compiled, tmp_path):
+    flags = ["--total-timesteps=300", "--updates-per-step=0.5", "--log-every=1", f"--runs-dir={tmp_path}"]
+    for rung in ("onegraph", "torchcompile"):
+        words = [*tiny(f"{script}_torchcompile"), *flags, f"--run-name={rung}"]
+        if compiled:  # in a process of its own: compilation sets switches of the whole process
+            assert start_process(f"{script}_{rung}", *words, "--compile").wait(timeout=300) == 0
+        else:
+            assert run(f"{script}_{rung}", *words) == 0
+    (_, ours), (_, theirs) = (newest_checkpoint(tmp_path / rung) for rung in ("onegraph", "torchcompile"))
+    assert ours["run"]["optimizer_steps"] == 126
+    assert leaves(ours["script"]) == leaves(theirs["script"])
+    assert leaves(ours["rng"]) == leaves(theirs["rng"])
+    assert course(tmp_path / "onegraph") == course(tmp_path / "torchcompile")
+
+
+# ----------------------------------------------------------------------------------------------------------- ON A GPU
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("num_envs", [1, 4])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compile"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_graphs_compute_what_the_eager_sibling_computes(script, compiled, num_envs, tmp_path):
+    """The same actions, transitions and parameters over a hundred updates, one or four of them between two steps."""
+    flags = [*tiny(f"{script}_torchcompile"), f"--runs-dir={tmp_path}", f"--num-envs={num_envs}", "--device=cuda"]
+    flags += ["--updates-per-step=1", "--total-timesteps=148", "--log-every=20"]
+    modes = {"torchcompile": [], "onegraph": ["--cudagraphs", *(["--compile"] if compiled else [])]}
+    for rung, mode in modes.items():
+        words = [*flags, *mode, f"--run-name={rung}"]
+        assert start_process(f"{script}_{rung}", *words).wait(timeout=300) == 0
+    (_, ours), (_, theirs) = (newest_checkpoint(tmp_path / rung) for rung in modes)
+    assert ours["run"]["optimizer_steps"] == theirs["run"]["optimizer_steps"] == 100
+    ours, theirs = ours["script"], theirs["script"]
+    # What the environments were told to do: none of it stale.
+    assert_near(ours["replay"]["rows"], theirs["replay"]["rows"], tolerance=1e-2 if compiled else 1e-4)
+    for part in ("actor", "critics"):
+        for name, parameter in ours[part].items():
+            assert_near(parameter, theirs[part][name], tolerance=1e-2 if compiled else 1e-4)
+
+
+def assert_near(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> None:
+    error = ((ours.double() - theirs.double()).norm() / theirs.double().norm()).item()
+    assert error < tolerance, f"off by {error:.1e}"

@@ -1,0 +1,186 @@
+"""The same curve on any layout, bit for bit, and a comparison that notices when it is not."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from scripts import newest_checkpoint, summary
+from sebulba_runs import DISTRIBUTED, launch, run_alone, tiny
+from torch.utils._pytree import tree_flatten_with_path
+
+import leanrl.sebulba.actor as actor
+import leanrl.sebulba.collectives as collectives
+import leanrl.sebulba.environments as environments
+from leanrl.support.tracking import read_metrics
+from leanrl.tools.reproduce import Args, Run, command, difference, execute, fingerprint
+
+UPDATES = 20
+ARGS = Args(num_envs=16, num_shards=4, num_steps=16, updates=UPDATES)
+
+
+def run_here(monkeypatch, folder, run):
+    """``execute`` of a layout of one process, without the start of two."""
+    assert run_alone(monkeypatch, run.script, *command(run, ARGS, folder)[2:]) == 0
+    leaves, _ = tree_flatten_with_path(newest_checkpoint(folder / run.name)[1]["script"])
+    return {str(path): leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
+
+
+@pytest.mark.parametrize(
+    "script, lag, layouts",
+    [("cleanba_ppo", 0, ["a0-l0,1-d1"]), ("cleanba_impala", 1, ["a0-l1,2-d1", "a0-l0-d2"])],
+)
+def test_layouts_learn_the_same(monkeypatch, tmp_path, script, lag, layouts):
+    alone = run_here(monkeypatch, tmp_path, Run(script, "a0-l0-d1", lag, True, UPDATES))
+    assert summary(tmp_path / Run(script, "a0-l0-d1", lag, True, UPDATES).name)["optimizer_steps"] >= 2 * UPDATES
+    for layout in layouts:
+        run = Run(script, layout, lag, True, UPDATES)
+        assert fingerprint(execute(run, ARGS, tmp_path)) == fingerprint(alone)
+        lags = [row["stats/policy_lag"] for row in read_metrics(tmp_path / run.name)]
+        assert lags and set(lags) == {float(lag)}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("script", DISTRIBUTED)
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_every_layout_learns_the_same(tmp_path, script, lag):
+    layouts = ("a0-l0-d1", "a0-l0,1-d1", "a0-l1-d1", "a0-l1,2-d1", "a0-l0-d2", "a0,1-l2,3-d1")
+    prints = [fingerprint(execute(Run(script, layout, lag, True, UPDATES), ARGS, tmp_path)) for layout in layouts]
+    assert len(set(prints)) == 1
+    ones = [execute(Run(script, layout, lag, False, 1), ARGS, tmp_path) for layout in layouts]
+    assert max(difference(ones[0], one) for one in ones) < 1e-5
+
+
+def test_one_layout_repeats_itself_and_another_seed_does_not(monkeypatch, tmp_path):
+    runs = [Run("cleanba_impala", "a0-l0-d1", 1, exact, UPDATES, n) for n in (0, 1) for exact in (True, False)]
+    prints = [fingerprint(run_here(monkeypatch, tmp_path, run)) for run in runs]
+    assert prints[:2] == prints[2:]
+    monkeypatch.setattr(ARGS, "seed", 2)
+    other = run_here(monkeypatch, tmp_path, Run("cleanba_impala", "a0-l0-d1", 1, True, UPDATES, 2))
+    assert fingerprint(other) not in prints
+
+
+def seed_off(monkeypatch):
+    """Threads forget that they are not the first."""
+    seeds = environments.env_seeds
+    monkeypatch.setattr(environments, "env_seeds", lambda seed, n, first, start: seeds(seed, n, 0, start))
+
+
+def noise_off(monkeypatch):
+    """One environment draws the noise of another."""
+    gumbel = actor.gumbel_noise
+
+    def noise(streams, envs, iteration, out):
+        gumbel(streams, range(envs.start + 1, envs.stop + 1), iteration, out)
+
+    monkeypatch.setattr(actor, "gumbel_noise", noise)
+
+
+def reduction_off(monkeypatch):
+    """Sums in another order."""
+    in_order = collectives.sum_in_order
+    monkeypatch.setattr(collectives, "sum_in_order", lambda vectors: in_order(list(vectors)[::-1]))
+
+
+@pytest.mark.parametrize("fault", [seed_off, noise_off, reduction_off])
+def test_the_comparison_notices(monkeypatch, tmp_path, fault):
+    run = Run("cleanba_ppo", "a0-l0-d1", 0, True, UPDATES)
+    right = run_here(monkeypatch, tmp_path / "right", run)
+    fault(monkeypatch)
+    assert fingerprint(run_here(monkeypatch, tmp_path / "wrong", run)) != fingerprint(right)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_wrong_lag_ends_the_run(monkeypatch, tmp_path, capsys, lag):
+    """Actors that take a version too old, as "the latest there is" may be; the learner notices."""
+    due = actor.version_for
+    monkeypatch.setattr(
+        actor, "version_for", lambda number, lag, first: due(number, lag, first) - (number == 5 and lag > 0)
+    )
+    monkeypatch.setattr(actor.ParamsSource, "fetch", lambda self, version, out: None)
+    if lag == 0:
+        monkeypatch.setattr(actor, "version_for", lambda number, lag, first: due(number, 1, first))
+    flags = ["--total-timesteps=4096", f"--policy-lag={lag}", "--num-actor-threads=1", "--timeout=20"]
+    assert run_alone(monkeypatch, "cleanba_impala", *tiny(tmp_path, *flags)) == 1
+    number, came, wanted = (2, 0, 1) if lag == 0 else (5, 2, 3)
+    expected = f"delivered rollout {number} of parameters {came}, but rollout {number} of parameters {wanted} was due"
+    assert expected in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("script", DISTRIBUTED)
+def test_acting_follows_the_learner(monkeypatch, tmp_path, script):
+    """With lag 0 the probabilities that actors report are those of the parameters that the learner begins with."""
+    module = __import__(f"leanrl.{script}", fromlist=["main"])
+    make_update, errors = module.make_update, []
+
+    def watched(agent, optimizer, shards, args, device):
+        update = make_update(agent, optimizer, shards, args, device)
+
+        def run(number):
+            for rollout in shards.rollouts:
+                logits, _ = agent(rollout.obs[:-1].flatten(0, 1))
+                told = rollout.actions.flatten()
+                logprobs = logits.log_softmax(1)[torch.arange(len(told)), told]
+                errors.append((logprobs - rollout.logprobs.flatten()).abs().max().item())
+            return update.run(number)
+
+        return update._replace(run=run)
+
+    monkeypatch.setattr(module, "make_update", watched)
+    flags = ["--total-timesteps=5120", "--policy-lag=0", "--num-shards=2", "--learning-rate=0.01"]
+    assert run_alone(monkeypatch, script, *tiny(tmp_path, *flags)) == 0
+    assert len(errors) == 40 and max(errors) < 1e-5
+
+
+@pytest.mark.parametrize("script", DISTRIBUTED)
+def test_accumulated_gradients_are_the_whole_ones(monkeypatch, tmp_path, script):
+    """Up to the order of sums, where parts are not normalised by themselves."""
+    flags = ["--total-timesteps=256", *(["--no-norm-adv"] if script == "cleanba_ppo" else [])]
+    states = []
+    for parts in (1, 2):
+        folder = tmp_path / str(parts)
+        more = [f"--gradient-accumulation-steps={parts}", "--policy-lag=0"]
+        assert run_alone(monkeypatch, script, *tiny(folder, *flags, *more)) == 0
+        states.append(newest_checkpoint(folder / "run")[1]["script"]["agent"])
+    assert summary(folder / "run")["optimizer_steps"] == (8 if script == "cleanba_ppo" else 2)
+    for ours, theirs in zip(*(state.values() for state in states), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=2e-5)
+
+
+def test_environments_and_noise_are_disjoint(monkeypatch, tmp_path):
+    """Over threads: no two environments of a run see the same, or draw the same."""
+    seen = []
+    play = actor.ActorThread.play_rollout
+
+    def watch(self, rollout, header, obs, resets):
+        result = play(self, rollout, header, obs, resets)
+        if header.rollout == 1:
+            seen.append((rollout[0].obs[0].clone(), self._host_noise.clone()))
+        return result
+
+    monkeypatch.setattr(actor.ActorThread, "play_rollout", watch)
+    assert run_alone(monkeypatch, "cleanba_ppo", *tiny(tmp_path, "--total-timesteps=512", "--num-actor-threads=4")) == 0
+    first = np.concatenate([obs for obs, _ in seen])
+    noise = np.concatenate([noise for _, noise in seen], 1)
+    assert len(np.unique(first, axis=0)) == 32 and noise.shape[1] == 32
+    assert all(not np.array_equal(noise[:, i], noise[:, j]) for i, j in itertools.combinations(range(32), 2))
+
+
+@pytest.mark.long
+def test_replicas_that_differ_end_the_run(tmp_path):
+    fault = """
+import os
+import leanrl.support.optim as optim
+step = optim.FlatRMSProp.step
+def broken(self, grad):
+    step(self, grad)
+    if os.environ.get("RANK") == "1" and self.num_steps > 20:
+        self.params[7] += 1e-6
+optim.FlatRMSProp.step = broken
+"""
+    (tmp_path / "sitecustomize.py").write_text(fault)
+    flags = tiny(tmp_path, "--learner-device-ids", 0, 1, "--total-timesteps=100000000", "--checksum-frequency=5")
+    process = launch("cleanba_impala", *flags, environ={"PYTHONPATH": f"{tmp_path}:."})
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "the parameters of learner 1 (rank 1) and actor 0 and learner 0 (rank 0) differ after" in out

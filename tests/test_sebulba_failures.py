@@ -1,0 +1,103 @@
+"""A run whose part dies, fails or hangs ends at once, with that part's name; real processes and signals."""
+
+import os
+import signal
+import time
+
+import pytest
+from sebulba_runs import DISTRIBUTED, alive, end, finish, last_line, launch, ranks_of, tiny, wait_for_log
+
+LAYOUT = ["--actor-device-ids", 0, "--learner-device-ids", 1, 2]
+NAMES = ["actor 0 (rank 0)", "learner 0 (rank 1)", "learner 1 (rank 2)"]
+FOREVER = "--total-timesteps=1000000000"
+
+
+@pytest.fixture
+def endless(tmp_path):
+    """Starts a run that has logged, and gives its launcher and its ranks' processes."""
+    started = []
+
+    def start(script, *flags, environ=None):
+        process = launch(script, *tiny(tmp_path, FOREVER, *LAYOUT, *flags), environ=environ)
+        started.append(process)
+        wait_for_log(tmp_path / "run", process)
+        return process, ranks_of(process)
+
+    yield start
+    for process in started:
+        end(process)
+
+
+@pytest.mark.parametrize("script, victim", [("cleanba_ppo", 2), ("cleanba_impala", 0)])
+def test_kill_9_ends_the_run(endless, script, victim):
+    launcher, ranks = endless(script)
+    ranks[victim].kill()
+    begin = time.monotonic()
+    code, out = finish(launcher, 60)
+    assert code == 1 and time.monotonic() - begin < 30
+    assert last_line(out) == f"{NAMES[victim]} killed by signal 9"
+    assert not alive(ranks)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("script", DISTRIBUTED)
+@pytest.mark.parametrize("victim", range(3))
+def test_kill_9_of_any_process(endless, script, victim):
+    test_kill_9_ends_the_run(endless, script, victim)
+
+
+def test_a_stopped_process_is_a_stall(endless):
+    launcher, ranks = endless("cleanba_impala", "--timeout=4")
+    ranks[2].send_signal(signal.SIGSTOP)
+    begin = time.monotonic()
+    code, out = finish(launcher, 60)
+    assert code == 1 and time.monotonic() - begin < 30
+    assert last_line(out).startswith("learner 1 (rank 2) has not answered for ")
+    assert not alive(ranks)
+
+
+# Imported by every Python of a run, before the script.
+FAULT = """
+import sys
+import leanrl.support.envs as envs
+step = envs.EnvPoolVectorEnv.step
+
+def broken(self, actions):
+    self.steps = getattr(self, "steps", 0) + 1
+    if self.steps == 100 and self.seeds_first == 8:
+        raise ValueError("the emulator is out of order")
+    return step(self, actions)
+
+import leanrl.sebulba.environments as environments
+make_pool = environments.make_pool
+
+def marked(env_id, pool_envs, *args, **kwargs):
+    pool = make_pool(env_id, pool_envs, *args, **kwargs)
+    pool.seeds_first = pool_envs.start
+    return pool
+
+envs.EnvPoolVectorEnv.step = broken
+environments.make_pool = marked
+"""
+
+
+def test_an_error_in_an_actor_thread_ends_the_run(tmp_path):
+    """Also where the main thread waits in a collective at that moment."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(FAULT)
+    path = os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])
+    process = launch("cleanba_impala", *tiny(tmp_path, FOREVER, *LAYOUT), environ={"PYTHONPATH": path})
+    code, out = finish(process)
+    assert code == 1
+    assert last_line(out) == "actor thread 1 (rank 0): ValueError: the emulator is out of order"
+    assert "Traceback" in out
+
+
+def test_ranks_do_not_outlive_their_launcher(endless):
+    launcher, ranks = endless("cleanba_ppo")
+    launcher.kill()
+    launcher.wait()
+    deadline = time.monotonic() + 10
+    while alive(ranks):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

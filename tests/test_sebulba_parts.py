@@ -1,0 +1,317 @@
+"""The parts of the actor-learner system, each by itself: layouts, schedules, noise, rollouts, reports, sums."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from leanrl.sebulba.args import SebulbaArgs
+from leanrl.sebulba.collectives import sum_in_order
+from leanrl.sebulba.environments import make_pool
+from leanrl.sebulba.launch import first_host, slurm_task
+from leanrl.sebulba.layout import Layout, parse_layout
+from leanrl.sebulba.mailbox import Mailbox, Stalled, Stopped
+from leanrl.sebulba.params import ParamsSource, version_for
+from leanrl.sebulba.randomness import ACTION_NOISE, PERMUTATIONS, Streams, gumbel_noise
+from leanrl.sebulba.report import Times, checksum, ended_episodes, read_reports, write_report
+from leanrl.sebulba.rollout import Header, Rollout
+from leanrl.support.errors import UsageError
+
+# ------------------------------------------------------------------------------------------------------------ LAYOUT
+
+# (layout, actor threads, environments of each) with 96 environments in all.
+LAYOUTS = [
+    ("a0-l0-d1", 2, 48),
+    ("a0-l0,1-d1", 2, 48),
+    ("a0-l1,2-d1", 1, 96),
+    ("a0-l1,2,3-d1", 2, 48),
+    ("a0-l1,2,3,4,5,6-d1", 2, 48),
+    ("a0,1-l2,3-d1", 3, 16),
+    ("a0-l0-d2", 2, 24),
+    ("a0-l1,2-d3", 4, 8),
+    ("a2,0-l0,5-d2", 3, 8),
+]
+
+
+def layout_of(text, threads, envs, shards=None):
+    actors, learners, groups = parse_layout(text)
+    return Layout(actors, learners, groups, threads, envs, shards)
+
+
+@pytest.mark.parametrize("text, threads, envs", LAYOUTS)
+@pytest.mark.parametrize("shards", [None, 12])
+def test_every_environment_has_one_thread_and_one_learner(text, threads, envs, shards):
+    layout = layout_of(text, threads, envs, shards)
+    assert str(layout) == text and layout.num_envs == 96
+    played = [e for a in range(layout.num_actors) for t in range(threads) for e in layout.thread_envs(a, t)]
+    assert played == list(range(96))
+    served = [s for learner in range(layout.num_learners) for s in layout.shards_of(learner)]
+    assert served == list(range(layout.num_shards))
+    for learner in range(layout.num_learners):
+        pieces = layout.pieces_of_learner(learner)
+        envs_of_learner = [e for piece in pieces for e in piece.envs]
+        assert envs_of_learner == [e for shard in layout.shards_of(learner) for e in layout.shard_envs(shard)]
+        for piece in pieces:
+            assert set(piece.envs) <= set(layout.thread_envs(piece.actor, piece.thread))
+            assert set(piece.envs) <= set(layout.shard_envs(piece.shard))
+            # A learner is fed by the actors of its own group only.
+            assert layout.actor_part(piece.actor).group == layout.learner_part(learner).group
+    sent = [p for a in range(layout.num_actors) for t in range(threads) for p in layout.pieces_of_thread(a, t)]
+    assert sent == [p for learner in range(layout.num_learners) for p in layout.pieces_of_learner(learner)]
+
+
+def test_a_shard_has_the_same_environments_in_every_layout():
+    shards = [[layout_of(*words, 12).shard_envs(s) for s in range(12)] for words in LAYOUTS]
+    assert all(one == shards[0] for one in shards)
+
+
+def test_ranks_and_names():
+    assert [part.name for part in layout_of("a0-l1,2-d1", 2, 48).parts] == [
+        "actor 0 (rank 0)",
+        "learner 0 (rank 1)",
+        "learner 1 (rank 2)",
+    ]
+    parts = layout_of("a0-l0,1-d2", 2, 24).parts
+    assert [part.name for part in parts] == [
+        "actor 0 and learner 0 (rank 0)",
+        "learner 1 (rank 1)",
+        "actor 1 and learner 2 (rank 2)",
+        "learner 3 (rank 3)",
+    ]
+    assert [part.device_id for part in parts] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "text, threads, envs, shards, flag",
+    [
+        ("a0-l1,1-d1", 1, 8, None, "--learner-device-ids 1 1: "),
+        ("a0,0-l1-d1", 1, 8, None, "--actor-device-ids 0 0: "),
+        ("a0-l1,2-d1", 1, 8, 3, "--num-shards 3: "),
+        ("a0-l1,2-d1", 1, 7, None, "--local-num-envs 7: "),
+        ("a0-l0,1,2,3,4-d1", 2, 48, None, "--local-num-envs 48: "),
+    ],
+)
+def test_layouts_that_cannot_be(text, threads, envs, shards, flag):
+    with pytest.raises(UsageError, match=f"^{flag}") as error:
+        layout_of(text, threads, envs, shards)
+    if "multiple of" in (message := str(error.value)) and flag.startswith("--local"):
+        layout_of(text, threads, int(message.rsplit(" ", 1)[1]), shards)  # the remedy works
+
+
+@pytest.mark.parametrize("text", ["", "a0", "a0-l1", "a-l0-d1", "a0-l0-d0", "a0,-l0-d1", "a0-l0-d1 "])
+def test_what_is_no_layout(text):
+    with pytest.raises(UsageError, match="not a layout"):
+        parse_layout(text)
+
+
+def test_exact_reduction_wants_whole_shards_in_a_thread():
+    args = SebulbaArgs(local_num_envs=8, num_actor_threads=2, exact_reduction=True)
+    args.num_minibatches = args.num_steps = 1
+    with pytest.raises(UsageError, match="--num-shards 2") as error:
+        Layout.of(args)
+    args.num_shards = int(str(error.value).rsplit(" ", 1)[1])
+    assert Layout.of(args).shard_size == 8
+
+
+# ------------------------------------------------------------------------------------------------------------- SLURM
+
+TASK = {"SLURM_JOB_ID": "26017", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}
+
+
+def test_a_slurm_task_knows_its_place():
+    assert slurm_task(TASK) == (1, 2, "localhost", 20_000 + 26017 % 20_000)
+    assert slurm_task({**TASK, "MASTER_ADDR": "other", "MASTER_PORT": "5"}) == (1, 2, "other", 5)
+    # Two tasks on one host, or one on each of two: neither is what places a task.
+    assert slurm_task({**TASK, "SLURM_LOCALID": "7", "SLURM_STEP_NUM_NODES": "9"}) == slurm_task(TASK)
+
+
+@pytest.mark.parametrize("name, value", [("SLURM_PROCID", None), ("SLURM_NTASKS", "x"), ("SLURM_PROCID", "2")])
+def test_slurm_variables_that_make_no_sense(name, value):
+    environ = {k: v for k, v in {**TASK, name: value}.items() if v is not None}
+    with pytest.raises(UsageError, match=f"--distributed: .*{name if value != 'x' else 'SLURM'}"):
+        slurm_task(environ)
+
+
+@pytest.mark.parametrize(
+    "nodelist, host",
+    [
+        ("localhost", "localhost"),
+        ("gpu07,gpu08", "gpu07"),
+        ("gpu[07-09,12],login", "gpu07"),
+        ("gpu[7,9]", "gpu7"),
+        ("a[01-02]-b,c", "a01-b"),
+    ],
+)
+def test_the_first_host_of_a_node_list(nodelist, host):
+    assert first_host(nodelist) == host
+
+
+# ---------------------------------------------------------------------------------------------------------- SCHEDULE
+
+
+def test_the_lag_schedule():
+    rollouts = range(1, 7)
+    assert [version_for(r, 0) for r in rollouts] == [0, 1, 2, 3, 4, 5]
+    assert [version_for(r, 1) for r in rollouts] == [0, 0, 1, 2, 3, 4]
+    assert [version_for(r, 2) for r in rollouts] == [0, 0, 0, 1, 2, 3]
+    # Resumed after 10 updates: nothing older is there.
+    assert [version_for(r, 1, 10) for r in (11, 12, 13)] == [10, 10, 11]
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2, 3])
+def test_threads_get_exactly_the_version_that_is_due(lag):
+    """Two threads and a learner, as fast as they can: the schedule alone keeps versions apart."""
+    source = ParamsSource(torch.zeros(3), 0, lag, timeout=20)
+    outboxes, errors = [Mailbox(20), Mailbox(20)], []
+
+    def play(outbox):
+        try:
+            params = torch.zeros(3)
+            for rollout in range(1, 301):
+                source.fetch(version_for(rollout, lag), params)
+                outbox.put(params.clone())
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=play, args=(outbox,)) for outbox in outboxes]
+    for thread in threads:
+        thread.start()
+    for update in range(1, 301):
+        for outbox in outboxes:
+            assert outbox.get("a rollout").eq(version_for(update, lag)).all()
+        source.publish(update, torch.full((3,), float(update)))
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+def test_a_version_that_is_gone_or_out_of_order_is_an_error():
+    source = ParamsSource(torch.zeros(1), 5, policy_lag=0, timeout=1)
+    source.publish(6, torch.ones(1))
+    with pytest.raises(RuntimeError, match="parameters 5 are gone"):
+        source.fetch(5, torch.zeros(1))
+    with pytest.raises(RuntimeError, match="published after 6"):
+        source.publish(8, torch.ones(1))
+
+
+def test_waits_end_with_a_stall_or_a_stop():
+    mailbox, source = Mailbox(0.05), ParamsSource(torch.zeros(1), 0, 0, 0.05)
+    with pytest.raises(Stalled, match=r"waited 0\.05 s for a thing"):
+        mailbox.get("a thing")
+    with pytest.raises(Stalled, match=r"waited 0\.05 s for parameters 1 of the learner"):
+        source.fetch(1, torch.zeros(1))
+    mailbox, source = Mailbox(20), ParamsSource(torch.zeros(1), 0, 0, 20)
+    threading.Timer(0.05, mailbox.close).start()
+    threading.Timer(0.05, source.close).start()
+    with pytest.raises(Stopped):
+        mailbox.get("a thing")
+    with pytest.raises(Stopped):
+        source.fetch(1, torch.zeros(1))
+
+
+# -------------------------------------------------------------------------------------------------------- RANDOMNESS
+
+
+def test_noise_depends_on_seed_environment_and_iteration_alone():
+    def noise(seed, envs, iteration):
+        out = np.zeros((16, len(envs), 3), np.float32)
+        gumbel_noise(Streams(seed, ACTION_NOISE), envs, iteration, out)
+        return out
+
+    whole = noise(1, range(8), 4)
+    assert np.array_equal(whole[:, 4:], noise(1, range(4, 8), 4))
+    streams = Streams(1, ACTION_NOISE)
+    for env, iteration in ((7, 3), (2, 9), (5, 4)):  # whatever was drawn before
+        out = np.zeros((16, 1, 3), np.float32)
+        gumbel_noise(streams, [env], iteration, out)
+    assert np.array_equal(whole[:, 5:6], out)
+    columns = [whole[:, i] for i in range(8)] + [noise(1, [0], i)[:, 0] for i in (3, 5)] + [noise(2, [0], 4)[:, 0]]
+    # No two share a number: streams are disjoint over environments, iterations and seeds.
+    assert len(np.unique(np.stack(columns))) == len(columns) * 16 * 3
+    assert not np.array_equal(Streams(1, PERMUTATIONS).at(0, 4).random(8), Streams(1, ACTION_NOISE).at(0, 4).random(8))
+
+
+def test_gumbel_noise_samples_the_softmax():
+    out = np.zeros((20_000, 2, 3), np.float32)
+    gumbel_noise(Streams(3, ACTION_NOISE), range(2), 1, out)
+    logits = np.array([0.0, 1.0, -1.0])
+    counts = np.bincount((out + logits).argmax(-1).ravel(), minlength=3) / 40_000
+    expected = np.exp(logits) / np.exp(logits).sum()
+    assert np.abs(counts - expected).max() < 5 * np.sqrt(0.25 / 40_000)
+
+
+def test_pools_of_one_run_are_slices_of_one_big_pool():
+    """Environment k plays the same wherever it is, and no two play alike."""
+
+    def play(pool):
+        obs = [pool.reset()[0]]
+        for _ in range(30):
+            obs.append(pool.step(np.ones(pool.num_envs, np.int64))[0])
+        pool.close()
+        return np.stack(obs)
+
+    whole = play(make_pool("CartPole-v1", range(6), 1, "cleanba", num_threads=2))
+    assert np.array_equal(whole[:, 2:5], play(make_pool("CartPole-v1", range(2, 5), 1, "cleanba")))
+    assert len(np.unique(whole[0], axis=0)) == 6
+    resumed = play(make_pool("CartPole-v1", range(6), 1, "cleanba", start=64))
+    assert len(np.unique(np.concatenate([whole[0], resumed[0]]), axis=0)) == 12
+
+
+@pytest.mark.parametrize("env_id", ["CartPol-v1", "HalfCheetah-v4", "Breakout"])
+def test_environments_that_cannot_be_learned(env_id):
+    with pytest.raises(UsageError, match=f"^--env-id {env_id}: "):
+        make_pool(env_id, range(1), 1, "cleanba")
+
+
+# ----------------------------------------------------------------------------------------------------------- ROLLOUT
+
+
+def test_a_rollout_is_one_message():
+    a, b = (Rollout.allocate(5, 3, (4, 2), torch.uint8, torch.device("cpu")) for _ in range(2))
+    for i, field in enumerate([a.header, *a.columns()]):
+        field.copy_(torch.arange(field.numel()).view(field.shape) % 7 + i)
+    b.buffer.copy_(a.buffer)
+    for ours, theirs in zip([a.header, *a.columns()], [b.header, *b.columns()], strict=True):
+        assert torch.equal(ours, theirs)
+        assert theirs.data_ptr() % 64 == b.buffer.data_ptr() % 64
+    assert a.obs.shape == (6, 3, 4, 2) and a.actions.shape == (5, 3)
+
+
+def test_reports_come_back_as_they_were_written():
+    layout = layout_of("a0-l1,2,3-d1", 2, 48)
+    most = max(len(layout.pieces_of_learner(i)) for i in range(3))
+    assert most == 2 and len(layout.pieces_of_learner(0)) == 1
+    rows, generator = [], torch.Generator().manual_seed(0)
+    for learner in range(3):
+        shard = Rollout.allocate(5, layout.shard_size, (1,), torch.float32, torch.device("cpu"))
+        shard.returns.fill_(torch.nan)
+        shard.lengths.fill_(torch.nan)
+        shard.returns[learner + 1, 3], shard.lengths[learner + 1, 3] = 10.0 * learner, learner + 7
+        headers = [Header(1, i, *torch.rand(7, generator=generator).tolist()) for i in range(most)]
+        headers = headers[: len(layout.pieces_of_learner(learner))]
+        rows.append(write_report(learner == 1, 2**51 + learner, Times(1, 2, 3), headers, [shard], most))
+        assert len(rows[-1]) == len(rows[0])
+    reports = read_reports(layout, torch.stack(rows), 5)
+    assert [r.stop for r in reports] == [False, True, False]
+    assert [r.checksum - 2**51 for r in reports] == [0, 1, 2]
+    assert [header.version for _, header in reports[1].pieces] == [0, 1]
+    assert ended_episodes(reports) == ([0.0, 10.0, 20.0], [7.0, 8.0, 9.0])
+
+
+def test_the_checksum_sees_every_bit():
+    params = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    sums = {checksum(params)}
+    for i in (0, 500, 999):
+        changed = params.clone()
+        changed.view(torch.int32)[i] ^= 1
+        sums.add(checksum(changed))
+    swapped = params.clone()
+    swapped[[3, 4]] = params[[4, 3]]
+    assert len(sums | {checksum(swapped)}) == 5 and checksum(params.clone()) in sums
+
+
+def test_sums_are_taken_from_the_first_to_the_last():
+    vectors = [torch.tensor([1e8]), torch.tensor([1.0]), torch.tensor([-1e8])]
+    assert sum_in_order(vectors).item() == 0.0  # 1e8 + 1 is 1e8 in float32
+    assert sum_in_order([vectors[0], vectors[2], vectors[1]]).item() == 1.0

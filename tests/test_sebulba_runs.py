@@ -1,0 +1,314 @@
+"""Distributed runs from start to end: records, stops and resumes, launchers, compiled modes, bad input."""
+
+import dataclasses
+import importlib
+import json
+import re
+import signal
+import socket
+import sys
+
+import pytest
+import torch
+from scripts import course, newest_checkpoint, run, summary
+from sebulba_runs import DISTRIBUTED, finish, last_line, launch, ranks_of, run_alone, tiny, wait_for_log
+
+from leanrl.sebulba.algorithm import Shards
+from leanrl.sebulba.collectives import sum_in_order
+from leanrl.sebulba.rollout import Rollout
+from leanrl.support.executables import untouched
+from leanrl.support.tracking import read_metrics
+
+STATS = {
+    *("rollout_time", "inference_time", "env_step_time", "device_to_host_time", "params_get_time", "queue_put_time"),
+    *("queue_get_time", "update_time", "all_reduce_time", "policy_lag"),
+}
+
+
+@pytest.fixture
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+# ----------------------------------------------------------------------------------------------------------- RECORDS
+
+
+@pytest.mark.parametrize("script", DISTRIBUTED)
+def test_a_run_and_its_records(monkeypatch, tmp_path, script):
+    flags = tiny(tmp_path, "--total-timesteps=5200", "--save-model")
+    assert run_alone(monkeypatch, script, *flags) == 0
+    run_dir = tmp_path / "run"
+    result = summary(run_dir)
+    # Whole rollouts of 2 threads * 8 environments * 16 steps only.
+    assert (result["global_step"], result["num_envs"], result["interrupted"]) == (5120, 16, False)
+    assert result["optimizer_steps"] == 20 * (8 if script == "cleanba_ppo" else 2)
+    assert 50 < result["episodes"] < 500 and 10 < result["episodic_return"] < 200
+    rows = read_metrics(run_dir)
+    assert [row["global_step"] for row in rows] == list(range(256, 5121, 256))
+    assert {key.removeprefix("stats/") for key in rows[-1] if key.startswith("stats/")} == STATS
+    assert [row["stats/policy_lag"] for row in rows[1:]] == [float(script == "cleanba_impala")] * 19
+    assert all(row["stats/rollout_time"] >= row["stats/inference_time"] > 0 for row in rows)
+    assert rows[0]["charts/learning_rate"] == pytest.approx(2.5e-4 if script == "cleanba_ppo" else 6e-4)
+    assert rows[-1]["charts/learning_rate"] == pytest.approx(rows[0]["charts/learning_rate"] / 20)
+    facts = json.loads((run_dir / "args.json").read_text())
+    fields = {field.name for field in dataclasses.fields(importlib.import_module(f"leanrl.{script}").Args)}
+    assert set(facts["args"]) == fields and facts["args"]["num_envs"] == 16
+    lines = [json.loads(line) for line in (run_dir / "timeline.jsonl").read_text().splitlines()]
+    assert [line["update"] for line in lines] == list(range(1, 21))
+    names = {"actor 0 and learner 0 (rank 0)", "actor thread 0 (rank 0)", "actor thread 1 (rank 0)"}
+    for line in lines:
+        assert set(line["spans"]) == names
+        for spans in line["spans"].values():
+            assert all(start <= end for _, start, end in spans) and spans[0][2] == spans[1][1]
+
+
+def test_a_saved_agent_plays(monkeypatch, tmp_path):
+    assert run_alone(monkeypatch, "cleanba_impala", *tiny(tmp_path, "--total-timesteps=40960", "--save-model")) == 0
+    from leanrl.support.evaluation import play
+
+    returns = play(tmp_path / "run", episodes=5)
+    assert len(returns) == 5 and min(returns) > 20  # a random policy has 22 on average, the greedy one 9
+
+
+# -------------------------------------------------------------------------------------------------- STOPS AND RESUMES
+
+
+def last_step(run_dir):
+    return summary(run_dir)["global_step"]
+
+
+def test_signals_stop_all_ranks_and_resume_continues(tmp_path):
+    """The signal reaches a learner that does not lead."""
+    flags = tiny(tmp_path, "--learner-device-ids", 1, 2, "--total-timesteps=1000000", "--checkpoint-every=100000000")
+    process = launch("cleanba_ppo", *flags)
+    wait_for_log(tmp_path / "run", process, points=3)
+    ranks_of(process)[2].send_signal(signal.SIGUSR1)
+    code, out = finish(process)
+    assert code == 0 and "Traceback" not in out
+    result = summary(tmp_path / "run")
+    step = result["global_step"]
+    assert result["interrupted"] and step < 1_000_000
+    assert newest_checkpoint(tmp_path / "run")[0] == step == read_metrics(tmp_path / "run")[-1]["global_step"]
+    process = launch("cleanba_ppo", "--resume", tmp_path / "run", "--total-timesteps", str(step + 1024))
+    code, out = finish(process)
+    assert code == 0, out
+    assert [row["global_step"] for row in read_metrics(tmp_path / "run")] == list(range(256, step + 1025, 256))
+    result = summary(tmp_path / "run")
+    assert result["optimizer_steps"] == result["global_step"] // 256 * 8 and not result["interrupted"]
+    rates = [row["charts/learning_rate"] for row in read_metrics(tmp_path / "run")]
+    assert rates[-1] == pytest.approx(2.5e-4 * 256 / (step + 1024))
+
+
+@pytest.mark.parametrize("script", DISTRIBUTED)
+def test_resume_restores_all(monkeypatch, tmp_path, script):
+    flags = tiny(tmp_path, "--total-timesteps=2560")
+    assert run_alone(monkeypatch, script, *flags) == 0
+    before = newest_checkpoint(tmp_path / "run")[1]
+    rows = course(tmp_path / "run")
+    assert run_alone(monkeypatch, script, *flags) == 2  # it exists
+    assert run_alone(monkeypatch, script, "--resume", tmp_path / "run") == 0
+    after = newest_checkpoint(tmp_path / "run")[1]
+    assert course(tmp_path / "run") == rows
+    for key in ("agent", "optimizer"):
+        for a, b in zip(
+            *map(torch.utils._pytree.tree_leaves, (before["script"][key], after["script"][key])), strict=True
+        ):
+            assert torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+    # The schedule goes on: rollout 11 from parameters 10, whatever the lag.
+    assert run_alone(monkeypatch, script, "--resume", tmp_path / "run", "--total-timesteps=5120") == 0
+    lags = [row["stats/policy_lag"] for row in read_metrics(tmp_path / "run")]
+    assert lags == [0.0] * 20 if script == "cleanba_ppo" else lags == [0.0, *[1.0] * 9, 0.0, *[1.0] * 9]
+    assert len((tmp_path / "run" / "timeline.jsonl").read_text().splitlines()) == 20
+
+
+def test_stops_on_a_return_and_on_time(monkeypatch, tmp_path):
+    forever = "--total-timesteps=100000000"
+    assert run_alone(monkeypatch, "cleanba_impala", *tiny(tmp_path / "return", forever, "--target-return=40")) == 0
+    result = summary(tmp_path / "return" / "run")
+    assert result["episodic_return"] > 35 and not result["interrupted"] and result["global_step"] < 1_000_000
+    assert run_alone(monkeypatch, "cleanba_ppo", *tiny(tmp_path / "time", forever, "--max-seconds=2")) == 0
+    result = summary(tmp_path / "time" / "run")
+    assert 2 <= result["wall_seconds"] < 10 and not result["interrupted"]
+
+
+# ---------------------------------------------------------------------------------------------------------- LAUNCHERS
+
+
+@pytest.mark.long
+def test_torchrun_restarts_from_the_checkpoint(tmp_path, free_port):
+    flags = tiny(tmp_path, "--learner-device-ids", 0, 1, "--total-timesteps=200000", "--checkpoint-every=2560")
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1")
+    process = launch("cleanba_impala", *flags, prefix=(*torchrun, f"--master-port={free_port}"))
+    wait_for_log(tmp_path / "run", process, points=30)
+    ranks_of(process)[1].kill()
+    code, out = finish(process)
+    assert code == 0, out
+    assert last_step(tmp_path / "run") == 199_936
+    steps = [row["global_step"] for row in read_metrics(tmp_path / "run")]
+    assert steps == list(range(256, 199_937, 256))
+    assert summary(tmp_path / "run")["optimizer_steps"] == 2 * len(steps)
+
+
+@pytest.mark.long
+def test_cleanbas_two_terminals(tmp_path):
+    """Its README's d2 example, word for word: 2 tasks of an actor and three learners."""
+    variables = {"SLURM_JOB_ID": "26017", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
+    variables |= {"SLURM_LOCALID": "0", "SLURM_STEP_NUM_NODES": "2"}
+    flags = ["--distributed", "--actor-device-ids", 0, "--learner-device-ids", 1, 2, 3, "--device=cpu"]
+    flags += ["--env-id=CartPole-v1", "--total-timesteps=50000", f"--runs-dir={tmp_path}", "--run-name=run"]
+    tasks = [launch("cleanba_ppo", *map(str, flags), environ={**variables, "SLURM_PROCID": str(i)}) for i in (0, 1)]
+    for task in tasks:
+        code, out = finish(task, 240)
+        assert code == 0, out
+    assert summary(tmp_path / "run")["num_envs"] == 2 * 2 * 48
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("learners", ["0", "0 1", "1 2", "1 2 3", "1 2 3 4", "1 2 3 4 5 6"])
+def test_layouts_of_cleanbas_readme(tmp_path, learners):
+    flags = ["--actor-device-ids", "0", "--learner-device-ids", *learners.split(), "--device=cpu", "--compile"]
+    flags += ["--env-id=CartPole-v1", "--total-timesteps=50000", f"--runs-dir={tmp_path}", "--run-name=run"]
+    code, out = finish(launch("cleanba_ppo", *flags), 280)
+    assert code == 0, out
+    assert last_step(tmp_path / "run") == 49_152
+
+
+# ----------------------------------------------------------------------------------------------------------- COMPILED
+
+
+def random_shards(num_shards, obs_shape=(4,), num_steps=16, num_envs=8):
+    generator = torch.Generator().manual_seed(0)
+    rollouts = []
+    for _ in range(num_shards):
+        rollout = Rollout.allocate(num_steps, num_envs, obs_shape, torch.float32, torch.device("cpu"))
+        rollout.obs.copy_(torch.randn(rollout.obs.shape, generator=generator))
+        rollout.actions.copy_(torch.randint(2, rollout.actions.shape, generator=generator))
+        rollout.logprobs.copy_(-0.7 + 0.1 * torch.randn(rollout.logprobs.shape, generator=generator))
+        rollout.rewards.copy_(torch.randn(rollout.rewards.shape, generator=generator))
+        for flag in (rollout.terminations, rollout.resets):
+            flag.copy_(torch.rand(flag.shape, generator=generator) < 0.1)
+        rollout.dones.copy_(rollout.terminations | (torch.rand(rollout.dones.shape, generator=generator) < 0.1))
+        rollouts.append(rollout)
+    return Shards(range(num_shards), rollouts, num_shards, sum_in_order)
+
+
+MODES = [
+    pytest.param(dict(compile=True), "cpu", id="compile"),
+    pytest.param(dict(cudagraphs=True), "cuda", marks=pytest.mark.cuda, id="cudagraphs"),
+    pytest.param(dict(compile=True, cudagraphs=True), "cuda", marks=pytest.mark.cuda, id="compile+cudagraphs"),
+]
+
+
+@pytest.mark.parametrize("script", DISTRIBUTED)
+@pytest.mark.parametrize("mode, device", MODES)
+def test_compiled_updates_equal_eager_ones(script, mode, device):
+    """Hundreds of gradient steps, from a warm-up that left no trace."""
+    module, device = importlib.import_module(f"leanrl.{script}"), torch.device(device)
+    params, losses = [], []
+    for switches in ({}, mode):
+        args = module.Args(num_steps=16, total_timesteps=100 * 128, num_minibatches=2, num_envs=8, **switches)
+        torch.manual_seed(0)
+        agent = module.VectorAgent(4, 2).to(device)
+        optimizer = module.make_optimizer(agent, args)
+        shards = random_shards(1)
+        rollouts = [Rollout(*(tensor.to(device) for tensor in vars(rollout).values())) for rollout in shards.rollouts]
+        shards = dataclasses.replace(shards, rollouts=rollouts)
+        with torch.no_grad():
+            update = module.make_update(agent, optimizer, shards, args, device)
+            start = optimizer.params.clone()
+            with untouched(optimizer.tensors(), device):
+                update.warm_up()
+            assert torch.equal(optimizer.params, start) and optimizer.num_steps.item() == 0
+            losses.append(torch.stack([update.run(number).cpu() for number in range(1, 51)]))
+        params.append(optimizer.params.cpu())
+        assert (params[-1] - start.cpu()).abs().max() > 1e-2
+        assert optimizer.num_steps.item() == 50 * update.num_steps
+    torch.testing.assert_close(params[0], params[1], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("script", DISTRIBUTED)
+def test_compiled_runs_learn(tmp_path, script):
+    flags = tiny(
+        tmp_path, "--compile", "--learner-device-ids", 0, 1, "--total-timesteps=100000", "--num-actor-threads=1"
+    )
+    code, out = finish(launch(script, *flags), 240)
+    assert code == 0, out
+    assert summary(tmp_path / "run")["episodic_return"] > 40
+
+
+# ---------------------------------------------------------------------------------------------------------- BAD INPUT
+
+BAD = [
+    *[[flag, "0"] for flag in ("--local-num-envs", "--num-actor-threads", "--num-shards", "--num-steps")],
+    *[[flag, "0"] for flag in ("--num-minibatches", "--log-frequency", "--env-threads", "--total-timesteps")],
+    *[[flag, "0.0"] for flag in ("--timeout", "--learning-rate", "--max-grad-norm", "--max-seconds")],
+    *[["--gamma", value] for value in ("1.5", "nan")],
+    ["--policy-lag", "-1"],
+    ["--num-minibatches", "7"],
+    ["--num-shards", "3"],  # 16 environments
+    ["--learner-device-ids", "1", "1"],
+    ["--actor-device-ids", "-1"],
+    ["--total-timesteps", "255"],
+    ["--env-id", "CartPol-v1"],
+    ["--env-id", "Pendulum-v1"],
+    ["--torso", "impala"],
+    ["--device", "cuda:1"],
+    ["--device", "nonsense"],
+    ["--gradient-accumulation-steps", "0"],
+]
+
+
+@pytest.mark.parametrize("script", DISTRIBUTED)
+@pytest.mark.parametrize("flags", BAD, ids=" ".join)
+def test_bad_values_are_one_line_and_nothing_is_written(capsys, tmp_path, script, flags):
+    assert run(script, *tiny(tmp_path / "runs"), *flags) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith(f"{script}.py: {' '.join(flags)}: ") and err.count("\n") == 1 and out == "", err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--cudagraphs"], "--cudagraphs needs a CUDA device"),
+        (["--capture-video"], "--capture-video: "),
+        (["--distributed"], "--distributed: SLURM_JOB_ID is not set"),
+        (["--exact-reduction"], "use --num-shards 2"),
+    ],
+)
+def test_more_bad_input(capsys, tmp_path, monkeypatch, flags, words):
+    for name in ("SLURM_JOB_ID", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    assert run("cleanba_ppo", *tiny(tmp_path / "runs"), *flags) == 2
+    err = capsys.readouterr().err
+    assert words in err and err.count("\n") == 1 and not (tmp_path / "runs").exists()
+
+
+def test_ranks_that_do_not_fit_the_layout(capsys, tmp_path, monkeypatch):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "3"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    assert run("cleanba_ppo", *tiny(tmp_path), "--learner-device-ids", "0", "1") == 2
+    assert "3 processes were started, but this layout has 2 a group" in capsys.readouterr().err
+
+
+def test_a_launcher_refuses_in_one_line(tmp_path):
+    """What a process of the run finds out is told once, too."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "args.json").write_text("{}")
+    code, out = finish(launch("cleanba_ppo", *tiny(tmp_path, "--learner-device-ids", 1, 2)))
+    assert code == 2 and out.count("\n") == 1
+    assert re.match(r"cleanba_ppo.py: --run-name run: .* exists; continue it with --resume", last_line(out))
+
+
+def test_help_names_cleanbas_flags():
+    for script in DISTRIBUTED:
+        module = importlib.import_module(f"leanrl.{script}")
+        fields = {field.name for field in dataclasses.fields(module.Args)}
+        names = "env_id total_timesteps learning_rate local_num_envs num_actor_threads num_steps anneal_lr gamma "
+        names += "num_minibatches gradient_accumulation_steps ent_coef vf_coef max_grad_norm channels "
+        names += "actor_device_ids learner_device_ids distributed track save_model log_frequency"
+        assert fields >= set(names.split())
