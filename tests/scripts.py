@@ -32,6 +32,11 @@ LONG_SCRIPTS = ["ppo_atari_envpool"]
 KINDS = ["ppo_continuous_action", "td3_continuous_action_torchcompile"]
 
 
+def with_long(names: list[str]) -> list:
+    """Parameters of a test: those in LONG_SCRIPTS only run with --all."""
+    return [pytest.param(name, marks=pytest.mark.long) if name in LONG_SCRIPTS else name for name in names]
+
+
 def tiny_env(script: str) -> str:
     """The environment of tiny runs of ``script``: episodes are short and terminate."""
     if script in ATARI:

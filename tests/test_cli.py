@@ -25,6 +25,7 @@ from scripts import (
     tiny_env,
     tiny_num_envs,
     tiny_optimizer_steps,
+    with_long,
 )
 
 COMMON_FLAGS = {
@@ -300,7 +301,7 @@ def test_summary_json(finished_run, script):
     assert not list(finished_run.rglob("*.tmp"))
 
 
-@pytest.mark.parametrize("script", ON_POLICY)
+@pytest.mark.parametrize("script", with_long(ON_POLICY))
 def test_several_environments_and_epochs(script, tmp_path):
     flags = ["--num-envs=3", "--update-epochs=2", "--total-timesteps=999", "--no-norm-adv"]
     assert run(script, *tiny(script), *flags, "--runs-dir", tmp_path, "--run-name=run") == 0
