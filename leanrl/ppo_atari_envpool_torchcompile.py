@@ -7,9 +7,10 @@ was made fast). ``--compile`` and ``--cudagraphs`` switch each lever by itself.
     python leanrl/ppo_atari_envpool_torchcompile.py --env-id Pong-v5 --compile --amp bf16
     python leanrl/ppo_atari_envpool_torchcompile.py --compile --cudagraphs --num-env-groups 2   # on a CUDA device
 
-What is different, each with its measured gain in doc/optimizations.md:
-- frames are kept as blocks of 4 x 4 pixels, written once: the first convolution then is one of 2 x 2 blocks, whose
-  gradient takes half the time, and its weights do the scaling by 255;
+What is different (``python -m leanrl.tools.ablate --rows atari`` measures what each is worth):
+- frames are kept as blocks of 4 x 4 pixels, which are made once: the first convolution then is one of 2 x 2 blocks; its
+  weights do the scaling by 255;
+- parameters and activations are channels last throughout, so that nothing is rearranged in an update;
 - a step of the environment costs one call: write to the rollout, act, with random numbers drawn before; with
   ``--num-env-groups 2`` half of the environments play while the others' actions are computed;
 - a minibatch costs one call: gather, loss, gradient by torch.func, clipping and Adam over one flat vector; GAE is a

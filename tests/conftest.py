@@ -11,7 +11,7 @@ if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
     os.sched_setaffinity(0, cores[first :: int(os.environ["PYTEST_XDIST_WORKER_COUNT"])] or cores)
 
 import torch
-from scripts import SCRIPTS, run, start_process, tiny
+from scripts import SCRIPTS, run, start_process, tiny, with_long
 
 
 def pytest_addoption(parser):
@@ -37,7 +37,7 @@ def no_restart(monkeypatch):
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
 
 
-@pytest.fixture(scope="session", params=SCRIPTS)
+@pytest.fixture(scope="session", params=with_long(SCRIPTS))
 def script(request):
     """Each training script in turn."""
     return request.param

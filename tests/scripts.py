@@ -26,8 +26,15 @@ OFF_POLICY = [name for r in OFF_POLICY_REFERENCES for name in (r, f"{r}_torchcom
 SCRIPTS = ON_POLICY + OFF_POLICY
 ATARI = [name for name in ON_POLICY if "atari" in name]
 FAST_SCRIPTS = [name for name in SCRIPTS if name.endswith("_torchcompile")]
+# What support/ does for it, it does for its fast rung too, which takes half the time.
+LONG_SCRIPTS = ["ppo_atari_envpool"]
 # One of each kind, for what all scripts leave to support/.
 KINDS = ["ppo_continuous_action", "td3_continuous_action_torchcompile"]
+
+
+def with_long(names: list[str]) -> list:
+    """Parameters of a test: those in LONG_SCRIPTS only run with --all."""
+    return [pytest.param(name, marks=pytest.mark.long) if name in LONG_SCRIPTS else name for name in names]
 
 
 def tiny_env(script: str) -> str:

@@ -1,7 +1,7 @@
 """The same seed gives the same losses, another seed gives others."""
 
 import pytest
-from scripts import ON_POLICY, run, start_process, tiny
+from scripts import ATARI, ON_POLICY, run, start_process, tiny
 
 from leanrl.support.tracking import read_metrics
 
@@ -32,7 +32,15 @@ MODES = [
 
 
 @pytest.mark.parametrize("mode", MODES, ids=" ".join)
-@pytest.mark.parametrize("script", [name for name in ON_POLICY if name.endswith("_torchcompile")])
+@pytest.mark.parametrize(
+    "script",
+    [
+        # Its compiled update is shown to be in test_ppo_atari.py.
+        pytest.param(name, marks=pytest.mark.long) if name in ATARI else name
+        for name in ON_POLICY
+        if name.endswith("_torchcompile")
+    ],
+)
 def test_fast_modes_are_deterministic(script, mode, tmp_path):
     # Processes of their own: compilation sets switches of the whole process.
     for name, seed in (("first", 1), ("same", 1), ("other", 2)):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
-from scripts import run, summary
+from scripts import run, summary, tiny
 
 import leanrl.ppo_atari_envpool as reference
 import leanrl.ppo_atari_envpool_torchcompile as fast
@@ -173,6 +173,25 @@ def test_the_same_updates_again_give_the_same_bits(rungs) -> None:
             losses = [rungs.update(inds.to(rungs.device)).clone() for inds in minibatches()[:5]]
             results.append((rungs.flat.params.clone(), *losses))
     assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize(
+    "script, flags",
+    [
+        ("ppo_atari_envpool", []),
+        ("ppo_atari_envpool_torchcompile", ["--num-env-groups=2"]),
+        ("ppo_atari_envpool_torchcompile", ["--num-env-groups=4", "--amp=bf16"]),
+    ],
+)
+def test_the_first_update_finds_the_policy_that_played(script, flags, tmp_path) -> None:
+    """Its ratios are 1: what the rollout holds of a step is of that step, in its place."""
+    flags = [*tiny(script), *flags, "--num-minibatches=1", "--total-timesteps=192"]
+    assert run(script, *flags, f"--runs-dir={tmp_path}", "--run-name=run") == 0
+    rows = read_metrics(tmp_path / "run")
+    assert len(rows) == 3
+    for row in rows:
+        assert row["losses/clipfrac"] == 0.0
+        assert abs(row["losses/approx_kl"]) < (1e-4 if "--amp=bf16" in flags else 1e-7)
 
 
 # --------------------------------------------------------------------------------------------------------------- CATCH

@@ -102,6 +102,16 @@ def test_run(tmp_path, peer, script, flags, updates, points, clock_start):
     assert 0 < seconds < trial.summary["wall_seconds"] - trial.summary["warmup_seconds"]
 
 
+def test_run_on_atari(tmp_path):
+    pytest.importorskip("stable_baselines3")
+    flags = ["--num-envs=2", "--num-steps=128", "--update-epochs=1", "--total-timesteps=768", "--device=cpu"]
+    (contender,) = peers.peer_contenders("sb3", "ppo_atari_envpool", [1], flags)
+    (trial,) = run_trials([contender], [1], tmp_path)
+    assert trial.failure is None
+    assert (trial.summary["global_step"], trial.summary["optimizer_steps"]) == (768, 12)
+    assert 2 <= trial.summary["episodes"] <= 8  # whole games, of 120 steps at least
+
+
 def test_default_threads_are_the_librarys_own():
     one, own = peers.peer_contenders("sb3", "dqn", [1, 0], [])
     assert (one.label, one.command[-1]) == ("sb3, 1 thread", "--num-threads=1")
@@ -119,6 +129,7 @@ def test_default_threads_are_the_librarys_own():
         ("dqn", ["--updates-per-step=0.00001"], "less than the peers can do"),
         ("dqn", ["--total-timesteps=10500"], "warm-up of 10500 steps and a round of 10"),
         ("sac_continuous_action", ["--gamma=2"], "--gamma 2.0"),
+        ("ppo_atari_envpool", ["--env-id=Brekout-v5"], "did you mean Breakout-v5"),
     ],
 )
 def test_bad_input(tmp_path, monkeypatch, script, flags, said):

@@ -28,7 +28,7 @@ import tyro
 import leanrl.ppo_atari_envpool as reference
 from leanrl.support.atari import AtariVectorEnv, make_atari_envs
 from leanrl.support.envs import EnvPoolVectorEnv
-from leanrl.support.errors import UsageError, require_at_least
+from leanrl.support.errors import UsageError, bad, require_at_least
 from leanrl.support.run import Run, synchronize
 from leanrl.tools.common import (
     COLORS,
@@ -47,7 +47,7 @@ PARTS = ("emulation", "inference", "update")
 REST = "copies and Python"
 """All other time: what is copied into the rollout, targets, statistics, log points."""
 
-ALONE_SECONDS = 5.0
+ALONE_SECONDS = 3.0
 
 
 @dataclass
@@ -75,6 +75,9 @@ class Args:
 def main(args: Args) -> int:
     require_distinct(args, "scripts", "num_envs")
     require_at_least(args, 1, "iterations")
+    for num_envs in args.num_envs:
+        if num_envs < 1:
+            raise bad("num_envs", num_envs, "must be at least 1")
     check_script_args(args.script_args, reserved=("--num-envs", "--env-id"))
     device = target_device(args.script_args)
     contenders_of(args.scripts, "scripts", device, fast_flags=(), reference_flags=())  # refuses what cannot run

@@ -14,6 +14,7 @@ could not take in the same sense are refused:
 - PPO: SBX ignores clip_range_vf (it takes the argument and does not use it), gives policy and value an optimiser and a
   gradient clip each, and initialises only the policy's last layer orthogonally. Both anneal the learning rate from the
   second iteration's on, down to 0 for the last.
+- PPO on Atari: SB3 only, on our environments over EnvPool; the step that only resets counts as one of play to it.
 - SAC, TD3 and DQN: their replays keep observations in the environment's type, float64 for MuJoCo, ours in float32. A
   round is a whole number of steps and of updates, so that 4 environments with updates_per_step 0.1 have 2 updates
   after every 5 steps, ours one after every second or third; a run ends after a whole round.
@@ -41,9 +42,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from leanrl.support.atari import make_atari_envs, whole_games
 from leanrl.support.cli import parse_args
 from leanrl.support.devices import resolve_device
 from leanrl.support.envs import make_env, make_envs, require_continuous_actions, require_discrete_actions
+from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import UsageError, bad
 from leanrl.support.run import Run
 
@@ -59,15 +62,30 @@ WARMUP_ROUNDS = 50
 
 def ppo_continuous_action(args, peer: str, env) -> Any:
     """The peer's PPO with our reference's hyperparameters."""
-    if args.target_kl is not None:
-        raise bad("target_kl", args.target_kl, "means something else in each peer; leave it out")
     if peer == "sb3":
         activation = torch.nn.Tanh
     else:
         from flax.linen import tanh as activation
 
+    policy_kwargs = {
+        "net_arch": {"pi": [64, 64], "vf": [64, 64]},
+        "activation_fn": activation,
+        "ortho_init": True,
+    }
+    return ppo(args, peer, env, "MlpPolicy", policy_kwargs)
+
+
+def ppo_atari_envpool(args, peer: str, env) -> Any:
+    """SB3's PPO with our reference's hyperparameters and network."""
+    return ppo(args, peer, env, "CnnPolicy", {"net_arch": [], "ortho_init": True})
+
+
+def ppo(args, peer: str, env, policy: str, policy_kwargs: dict) -> Any:
+    """The peer's PPO with our reference's hyperparameters, and a network of its own."""
+    if args.target_kl is not None:
+        raise bad("target_kl", args.target_kl, "means something else in each peer; leave it out")
     return importlib.import_module(PEERS[peer]).PPO(
-        "MlpPolicy",
+        policy,
         env,
         learning_rate=(lambda remaining: remaining * args.learning_rate) if args.anneal_lr else args.learning_rate,
         n_steps=args.num_steps,
@@ -82,14 +100,10 @@ def ppo_continuous_action(args, peer: str, env) -> Any:
         vf_coef=args.vf_coef,
         max_grad_norm=args.max_grad_norm,
         # Adam's eps is 1e-5 in both without being told.
-        policy_kwargs={
-            "net_arch": {"pi": [64, 64], "vf": [64, 64]},
-            "activation_fn": activation,
-            "ortho_init": True,
-        },
+        policy_kwargs=policy_kwargs,
         seed=args.seed,
         # Small networks: both peers advise against a GPU.
-        device="cpu",
+        device="cpu" if policy == "MlpPolicy" else resolve_device(args),
     )
 
 
@@ -210,6 +224,70 @@ def make_normalized_envs(args):
     )
 
 
+def make_atari_vec_env(args):
+    """Our Atari environments as SB3's VecEnv; their own autoreset, so a step that only resets counts as play."""
+    from stable_baselines3.common.vec_env import VecEnv
+
+    class AtariVecEnv(VecEnv):
+        """Also the Monitors that the callback asks for: returns and lengths of the whole games of each environment."""
+
+        def __init__(self, envs) -> None:
+            super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
+            self.envs = envs
+            self.games = EpisodeStatistics(envs.num_envs)
+            self.told = {name: [[] for _ in range(envs.num_envs)] for name in ("episode_returns", "episode_lengths")}
+
+        def reset(self) -> np.ndarray:
+            self.resets = np.zeros(self.num_envs, bool)
+            return self.envs.reset()[0]
+
+        def step_async(self, actions: np.ndarray) -> None:
+            self.envs.send(actions)
+
+        def step_wait(self):
+            obs, rewards, terminations, truncations, infos = self.envs.recv()
+            dones = terminations | truncations
+            scores, ends = whole_games(rewards, dones, infos)
+            ended = self.games.add_step(scores, ends, self.resets)
+            for values, all_told in zip(ended, self.told.values(), strict=True):
+                for i, value in zip(np.flatnonzero(ends), values, strict=True):
+                    all_told[i].append(value)
+            self.resets = dones
+            # SB3 bootstraps from the last observation where time ran out.
+            return (
+                obs,
+                rewards,
+                dones,
+                [
+                    {
+                        "TimeLimit.truncated": bool(truncations[i] and not terminations[i]),
+                        "terminal_observation": obs[i],
+                    }
+                    if dones[i]
+                    else {}
+                    for i in range(self.num_envs)
+                ],
+            )
+
+        def get_attr(self, attr_name: str, indices=None) -> list:
+            return self.told.get(attr_name) or [None] * self.num_envs
+
+        def set_attr(self, attr_name: str, value, indices=None) -> None:
+            raise NotImplementedError
+
+        def env_method(self, method_name: str, *args, indices=None, **kwargs) -> list:
+            raise NotImplementedError
+
+        def env_is_wrapped(self, wrapper_class, indices=None) -> list[bool]:
+            # As Monitor is, whose part this plays.
+            return [wrapper_class.__name__ == "Monitor"] * self.num_envs
+
+        def close(self) -> None:
+            self.envs.close()
+
+    return AtariVecEnv(make_atari_envs(args.env_id, args.num_envs, args.seed))
+
+
 class Algorithm(NamedTuple):
     """How a peer runs the algorithm of one of our references."""
 
@@ -218,11 +296,18 @@ class Algorithm(NamedTuple):
     timing: Callable[[Any], Timing]
     make_envs: Callable
     require_actions: Callable
+    make_probe: Callable = make_envs
+    """(name, number, seed) -> environments to check"""
+    peers: tuple[str, ...] = tuple(PEERS)
+    """those that have it"""
 
 
 ALGORITHMS = {
     "ppo_continuous_action": Algorithm(
         ppo_continuous_action, ppo_timing, make_normalized_envs, require_continuous_actions
+    ),
+    "ppo_atari_envpool": Algorithm(
+        ppo_atari_envpool, ppo_timing, make_atari_vec_env, lambda envs, env_id: None, make_atari_envs, ("sb3",)
     ),
     "sac_continuous_action": Algorithm(
         sac_continuous_action, off_policy_timing, make_plain_envs, require_continuous_actions
@@ -300,7 +385,7 @@ def main(peer: str, script: str, argv: list[str]) -> None:
     if args.amp != "none":
         raise bad("amp", args.amp, "the peers have no such mode; leave it out")
     algorithm = ALGORITHMS[script]
-    probe = make_envs(args.env_id, 1, args.seed)
+    probe = algorithm.make_probe(args.env_id, 1, args.seed)
     algorithm.require_actions(probe, args.env_id)
     probe.close()
     timing = algorithm.timing(args)

@@ -10,6 +10,7 @@ eager reference, and go to all.
     python -m leanrl.tools.peers --algorithm sac_continuous_action --amp none bf16 --total-timesteps 6000 \\
         -- --learning-starts 1000
     python -m leanrl.tools.peers --seeds 1 --peers sb3 -- --env-id Hopper-v5
+    python -m leanrl.tools.peers --algorithm ppo_atari_envpool --peers sb3 --num-envs 8 --total-timesteps 10240
 """
 
 import importlib.metadata
@@ -25,7 +26,7 @@ from typing import Annotated, Literal
 import tyro
 
 from leanrl.support.envs import EnvBackend
-from leanrl.support.errors import UsageError
+from leanrl.support.errors import UsageError, bad
 from leanrl.tools.common import (
     benchmark_record,
     describe_machine,
@@ -86,6 +87,9 @@ def main(args: Args) -> int:
     require_distinct(args, "seeds", "peers", "peer_threads", "amp")
     check_script_args(args.script_args, reserved=("--num-envs", "--env-backend", "--num-threads", "--amp"))
     for peer in args.peers:
+        if peer not in ALGORITHMS[args.algorithm].peers:
+            remedy = " ".join(ALGORITHMS[args.algorithm].peers)
+            raise bad("peers", " ".join(args.peers), f"{peer} has no {args.algorithm}; name --peers {remedy}")
         if importlib.util.find_spec(PEERS[peer]) is None:
             raise UsageError(f"{PEERS[peer]} is not installed; pip install -r requirements/requirements-peers.txt")
     device = target_device(args.script_args)
