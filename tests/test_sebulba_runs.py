@@ -81,10 +81,10 @@ def last_step(run_dir):
 
 def test_signals_stop_all_ranks_and_resume_continues(tmp_path):
     """The signal reaches a learner that does not lead."""
-    flags = tiny(tmp_path, "--learner-device-ids", 1, 2, "--total-timesteps=1000000", "--checkpoint-every=100000000")
+    flags = tiny(tmp_path, "--learner-device-ids", 0, 1, "--total-timesteps=1000000", "--checkpoint-every=100000000")
     process = launch("cleanba_ppo", *flags)
     wait_for_log(tmp_path / "run", process, points=3)
-    ranks_of(process)[2].send_signal(signal.SIGUSR1)
+    ranks_of(process)[1].send_signal(signal.SIGUSR1)
     code, out = finish(process)
     assert code == 0 and "Traceback" not in out
     result = summary(tmp_path / "run")
