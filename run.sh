@@ -10,8 +10,8 @@ usage() {
 ./run.sh bench [FLAGS]      ours against Stable-Baselines3 and SBX, in turn in one run (installs them first)
 ./run.sh SCRIPT [FLAGS]     a training script, e.g. ./run.sh ppo_continuous_action_torchcompile --compile
 ./run.sh gpu [FLAGS]        on a GPU: checks, then the speed of every script in every mode, in 10 minutes
-./run.sh TOOL [FLAGS]       compare, evaluate, plot, peers, ablate, parts, scaling, reproduce, timeline, benchmark or
-                            plan_layout
+./run.sh TOOL [FLAGS]       compare, evaluate, plot, peers, ablate, parts, parts_atari, scaling, reproduce, timeline,
+                            benchmark or plan_layout
 ./run.sh SCRIPT --help      what a script or tool takes
 
 Environment variables:
@@ -92,17 +92,18 @@ bench)
   name=$(basename "$command" .py)
   if [ -f "leanrl/$name.py" ] && [ "$name" != __init__ ]; then
     install "" mujoco
-    case " $* " in *" envpool "* | *=envpool*) install envpool ;; esac
-    case $name in cleanba_*) install envpool ;; esac
+    case " $name $* " in *" envpool "* | *=envpool* | *atari* | *" cleanba_"*) install envpool ;; esac
     case " $* " in *" --upload-model "*) install hub ;; esac
     exec .venv/bin/python "leanrl/$name.py" "$@"
   elif grep -qs run_tool "leanrl/tools/$name.py"; then
     install "" mujoco
     case $name in
     plot) install dev ;;
-    ablate | scaling | reproduce | benchmark | plan_layout) install envpool ;;
     peers) install envpool peers ;;
+    ablate | scaling | parts_atari | reproduce | benchmark | plan_layout) install envpool ;;
     esac
+    # Where a script of Atari or a distributed one is named, or runs of one.
+    case "$*" in *atari* | *cleanba_*) install envpool ;; esac
     exec .venv/bin/python -m "leanrl.tools.$name" "$@"
   fi
   die "no script or tool is called $command; ./run.sh --help lists what there is"

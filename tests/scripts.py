@@ -18,12 +18,13 @@ from leanrl.support.run import Run
 from leanrl.support.tracking import read_metrics
 
 SOURCE = Path(__file__).parents[1] / "leanrl"
-ON_POLICY_REFERENCES = ["ppo_continuous_action"]
+ON_POLICY_REFERENCES = ["ppo_continuous_action", "ppo_atari_envpool"]
 OFF_POLICY_REFERENCES = ["sac_continuous_action", "td3_continuous_action", "dqn"]
 REFERENCES = ON_POLICY_REFERENCES + OFF_POLICY_REFERENCES
 ON_POLICY = [name for r in ON_POLICY_REFERENCES for name in (r, f"{r}_torchcompile")]
 OFF_POLICY = [name for r in OFF_POLICY_REFERENCES for name in (r, f"{r}_torchcompile")]
 SCRIPTS = ON_POLICY + OFF_POLICY
+ATARI = [name for name in ON_POLICY if "atari" in name]
 FAST_SCRIPTS = [name for name in SCRIPTS if name.endswith("_torchcompile")]
 # One of each kind, for what all scripts leave to support/.
 KINDS = ["ppo_continuous_action", "td3_continuous_action_torchcompile"]
@@ -31,14 +32,23 @@ KINDS = ["ppo_continuous_action", "td3_continuous_action_torchcompile"]
 
 def tiny_env(script: str) -> str:
     """The environment of tiny runs of ``script``: episodes are short and terminate."""
+    if script in ATARI:
+        return "Breakout-v5"
     return "CartPole-v1" if script.startswith("dqn") else "Hopper-v5"
+
+
+def tiny_num_envs(script: str) -> int:
+    """Environments of tiny runs of ``script``."""
+    return 4 if script in ATARI else 1
 
 
 def tiny(script: str) -> list[str]:
     """Flags of a run of seconds, with a log point each 64 steps."""
     flags = ["--device=cpu", "--num-threads=1", f"--env-id={tiny_env(script)}"]
     if script in ON_POLICY:  # rollouts of 64 steps, 4 gradient steps each
-        return [*flags, "--num-steps=64", "--num-minibatches=4", "--update-epochs=1"]
+        num_envs = tiny_num_envs(script)
+        flags += [f"--num-envs={num_envs}", f"--num-steps={64 // num_envs}"]
+        return [*flags, "--num-minibatches=4", "--update-epochs=1"]
     # A gradient step each 8 steps from step 48 on.
     flags += ["--learning-starts=48", "--updates-per-step=0.125", "--batch-size=32", "--buffer-size=1000"]
     return [*flags, "--log-every=64", *(["--target-network-frequency=100"] if script.startswith("dqn") else [])]

@@ -1,7 +1,7 @@
 """The scripts learn: training returns on tasks whose actions are not bounded by 1, or that end early."""
 
 import pytest
-from scripts import ON_POLICY, run, summary
+from scripts import ATARI, ON_POLICY, run, summary
 
 
 def mean_return(script: str, folder, env_id: str, steps: int, *flags: str) -> float:
@@ -20,7 +20,7 @@ def test_the_compiled_rung_learns_to_balance_a_pole(tmp_path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("script", ON_POLICY)
+@pytest.mark.parametrize("script", [name for name in ON_POLICY if name not in ATARI])
 def test_both_rungs_balance_a_pole(script: str, tmp_path) -> None:
     """Seeds 1 to 3 had 837 to 854 with the compiled rung."""
     assert mean_return(script, tmp_path, "InvertedPendulum-v5", 102_400) > 650

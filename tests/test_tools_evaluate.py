@@ -1,11 +1,13 @@
 """tools/evaluate and support/evaluation: a saved model plays as its policy does, a bad one is told in one line."""
 
+import importlib
 import json
 import math
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium as gym
 import imageio.v2 as imageio
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from scripts import KINDS, run, tiny, tiny_env
+from scripts import ATARI, KINDS, SCRIPTS, run, tiny, tiny_env
 
 from leanrl.ppo_continuous_action import Agent
 from leanrl.support import evaluation
@@ -24,7 +26,7 @@ from leanrl.tools.common import run_tool
 
 @pytest.fixture(scope="session")
 def trained(script, tmp_path_factory):
-    """A tiny training run on Hopper or CartPole, whose episodes are short, with its model."""
+    """A tiny training run on Hopper, CartPole or Breakout, whose episodes are short, with its model."""
     folder = tmp_path_factory.mktemp("trained")
     flags = ["--total-timesteps=512", "--save-model", "--runs-dir", folder, "--run-name=a"]
     assert run(script, *tiny(script), *flags) == 0
@@ -133,10 +135,43 @@ def test_the_same_seed_gives_the_same_returns(script, run_dir, monkeypatch, caps
     assert f"{min(first):,.1f}" in printed and f"{max(first):,.1f}" in printed
 
 
+@pytest.mark.parametrize("script", [name for name in SCRIPTS if name not in ATARI], indirect=True)
 def test_returns_are_those_of_a_rollout_by_hand(script, trained):
     expected, lengths = play_by_hand(trained, tiny_env(script), seed=4, episodes=4)
     assert min(lengths) > 1
     np.testing.assert_allclose(evaluation.play(trained, 4, seed=4), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("script", ATARI, indirect=True)
+def test_scores_are_those_of_whole_games_by_hand(script, trained):
+    """EnvPool's own loop: no lost life ends a game, rewards are the console's, actions are the policy's samples."""
+    import envpool
+
+    seeds = [int(np.random.SeedSequence([4, 1_000_000]).generate_state(1)[0] >> 1)]
+    pool = envpool.make("Breakout-v5", env_type="gymnasium", num_envs=1, seed=seeds, noop_max=30)
+    saved = evaluation.load_model(trained)
+    policy = importlib.import_module(f"leanrl.{script}").load_policy(saved["model"], pool_spaces(pool))
+    obs, _ = pool.reset()
+    scores = [0.0]
+    while len(scores) <= 2:
+        obs, reward, terminated, truncated, infos = pool.step(policy(obs).astype(np.int32))
+        scores[-1] += reward[0]
+        assert terminated[0] == (infos["lives"][0] == 0)
+        if terminated[0] or truncated[0]:
+            scores.append(0.0)
+            obs, *_ = pool.step(np.zeros(1, np.int32))
+    assert evaluation.play(trained, 2, seed=4) == scores[:2]
+
+
+def pool_spaces(pool) -> SimpleNamespace:
+    return SimpleNamespace(single_action_space=pool.action_space)
+
+
+@pytest.mark.parametrize("script", ATARI[:1], indirect=True)
+def test_sticky_actions(trained, run_dir, tmp_path, monkeypatch, capsys):
+    assert evaluation.play(run_dir, 3) != evaluation.play(run_dir, 3, sticky=True)
+    hopper = untrained(tmp_path / "hopper", "Hopper-v5")
+    assert "--sticky: Hopper-v5 has none" in one_line(monkeypatch, capsys, hopper, "--sticky")
 
 
 def test_an_episode_ends_at_its_time_limit(tmp_path):
@@ -248,6 +283,20 @@ def test_video_shows_the_first_episode(opengl, tmp_path, monkeypatch, capsys):
     assert frames[0].std() > 10
     assert (np.abs(np.diff(frames, axis=0)).mean((1, 2, 3)) > 0).all()
     assert np.abs(frames[-1] - frames[0]).mean() > 0.5
+
+
+@pytest.mark.parametrize("script", ATARI[:1], indirect=True)
+def test_video_of_a_game_shows_the_console(run_dir, monkeypatch):
+    score = evaluation.play(run_dir, 1)
+    assert evaluate_cli(monkeypatch, run_dir, "--episodes", 1, "--capture-video") == 0
+    assert returns_of(run_dir) == score  # filming changes nothing
+    path = run_dir / "videos" / "evaluation_seed0.mp4"
+    frames = np.stack(imageio.mimread(path, memtest=False)).astype(int)
+    assert frames.shape[1:] == (210, 160, 3) and len(frames) > 100
+    assert imageio.get_reader(path).get_meta_data()["fps"] == 15
+    # Breakout's bricks are in colour.
+    assert np.ptp(frames[0], axis=2).max() > 100
+    assert (np.abs(np.diff(frames, axis=0)).sum((1, 2, 3)) > 0).mean() > 0.5
 
 
 def test_frames_of_odd_size(tmp_path):

@@ -11,9 +11,10 @@ What EnvPool 1.2 says, which differs from what Gymnasium's own Atari wrappers sa
 - Time that runs out ends the game, whatever lives are left.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+from gymnasium.vector import AutoresetMode
 
 from leanrl.support.envs import EnvPoolVectorEnv, env_seeds, near_names, require_envpool
 from leanrl.support.errors import bad
@@ -36,13 +37,27 @@ class AtariProtocol:
     max_episode_steps: int = 27_000
     """agent steps, of 4 frames each, at which time runs out"""
 
+    def for_evaluation(self, sticky: bool) -> "AtariProtocol":
+        """Whole games and their own rewards, by an agent that was trained under this protocol.
+
+        Args:
+            sticky: whether actions stick, with the usual probability of 0.25.
+        """
+        played = replace(self, episodic_life=False, reward_clip=False)
+        return replace(played, repeat_action_probability=0.25 if sticky else 0.0)
+
 
 CLEANRL = AtariProtocol()
 CLEANBA = AtariProtocol(episodic_life=False, repeat_action_probability=0.25, noop_max=1, full_action_space=True)
+PROTOCOLS = {"cleanba": CLEANBA, "cleanrl": CLEANRL}
+"""by the names that --protocol takes"""
 
 
 class AtariVectorEnv(EnvPoolVectorEnv):
     """EnvPool's Atari games: observations uint8 [N, 4, 84, 84], the last frame last."""
+
+    # The console shows 60 frames a second, of which an agent sees every fourth.
+    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP, "render_fps": 15}
 
     def recv(self):
         """As ``EnvPoolVectorEnv.recv``; ``infos["game_over"]`` [N] is true where a game ended or time ran out."""

@@ -7,13 +7,22 @@ import sys
 from collections.abc import Callable
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
+from types import ModuleType
 
 import gymnasium as gym
 import numpy as np
 import torch
 
+from leanrl.support.atari import PROTOCOLS, AtariProtocol, atari_games, make_atari_envs
 from leanrl.support.cli import read_args_json
-from leanrl.support.envs import SerialVectorEnv, env_seeds, make_env, use_headless_rendering
+from leanrl.support.envs import (
+    EnvPoolVectorEnv,
+    SerialVectorEnv,
+    env_seeds,
+    make_env,
+    require_envpool,
+    use_headless_rendering,
+)
 from leanrl.support.errors import UsageError
 
 # Far from every training environment's index, so that evaluation never replays a training seed.
@@ -51,26 +60,33 @@ def load_model(run_dir: Path) -> dict:
     return saved
 
 
+def training_script(run_dir: Path, saved: dict) -> ModuleType:
+    """The training script that a saved model names; UsageError if it is not one of this project's."""
+    # The name comes from a file: it chooses among our scripts, it does not choose what Python imports.
+    scripts = {path.stem for path in Path(__file__).parents[1].glob("*.py")} - {"__init__"}
+    name = saved["script"]
+    if name not in scripts:
+        raise UsageError(f"{run_dir}/model.pt: was made by {name}, which is not a script of this version")
+    return importlib.import_module(f"leanrl.{name}")
+
+
 def load_policy(run_dir: Path, saved: dict, envs: gym.vector.VectorEnv) -> Policy:
     """The policy of a saved model, built by the ``load_policy`` of the training script that it names.
 
     Raises:
         UsageError: the script is not one of this project's, or cannot make a policy of this model.
     """
-    # The name comes from a file: it chooses among our scripts, it does not choose what Python imports.
-    scripts = {path.stem for path in Path(__file__).parents[1].glob("*.py")} - {"__init__"}
-    name = saved["script"]
-    if name not in scripts:
-        raise UsageError(f"{run_dir}/model.pt: was made by {name}, which is not a script of this version")
-    script = importlib.import_module(f"leanrl.{name}")
+    script = training_script(run_dir, saved)
     try:
         return script.load_policy(saved["model"], envs)
     except Exception as error:  # missing tensors, other shapes: whatever the script makes of a foreign file
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise UsageError(f"{run_dir}/model.pt: does not fit {name} ({reason[0]})") from None
+        raise UsageError(f"{run_dir}/model.pt: does not fit {saved['script']} ({reason[0]})") from None
 
 
-def play(run_dir: Path, episodes: int, seed: int = 0, video: Path | None = None, progress=iter) -> list[float]:
+def play(
+    run_dir: Path, episodes: int, seed: int = 0, video: Path | None = None, progress=iter, sticky: bool = False
+) -> list[float]:
     """Plays ``episodes`` whole episodes with the saved policy; the same arguments give the same returns.
 
     Args:
@@ -79,17 +95,20 @@ def play(run_dir: Path, episodes: int, seed: int = 0, video: Path | None = None,
         seed: of the evaluation environment.
         video: where to write the first episode as mp4, in the time of its environment; None for no video.
         progress: wraps the range of episodes, e.g. tqdm.
+        sticky: whether the actions stick; for Atari games.
 
     Returns:
-        the undiscounted return of each episode.
+        the undiscounted return of each episode; of Atari games the whole score, over all lives.
 
     Raises:
         UsageError: no usable model, or nothing here that can render.
     """
     saved = load_model(run_dir)
     env_id = saved["args"]["env_id"]
-    env = make_env(env_id) if video is None else make_rendering_env(env_id)
-    envs = SerialVectorEnv([env], env_seeds(seed, 1, EVALUATION_INDEX))
+    protocol = atari_protocol(training_script(run_dir, saved), saved["args"])
+    if sticky and protocol is None:
+        raise UsageError(f"--sticky: {env_id} has none; sticky actions are for Atari games")
+    envs, renderer = make_evaluation_envs(env_id, seed, video is not None, protocol, sticky)
     returns = []
     with closing(envs):
         policy = load_policy(run_dir, saved, envs)
@@ -99,12 +118,41 @@ def play(run_dir: Path, episodes: int, seed: int = 0, video: Path | None = None,
             else:
                 # NEXT_STEP autoreset: the step after a done ignores its action and resets.
                 obs, *_ = envs.step(np.zeros(envs.action_space.shape, envs.action_space.dtype))
-            with film(env, video) if video is not None and episode == 0 else nullcontext() as show:
+            with film(renderer, video) if video is not None and episode == 0 else nullcontext() as show:
                 returns.append(_play_episode(envs, policy, obs, show or (lambda step, done: None)))
     return returns
 
 
-def _play_episode(envs: SerialVectorEnv, policy: Policy, obs: np.ndarray, show: Callable[[int, bool], None]) -> float:
+def atari_protocol(script: ModuleType, args: dict) -> AtariProtocol | None:
+    """How a run played its Atari game: by its --protocol, or its script's PROTOCOL; None where it played none."""
+    if args["env_id"] in gym.registry:
+        return None
+    if "protocol" in args:
+        return PROTOCOLS[args["protocol"]] if args["env_id"] in atari_games() else None
+    return getattr(script, "PROTOCOL", None)
+
+
+def make_evaluation_envs(env_id: str, seed: int, rendering: bool, protocol: AtariProtocol | None, sticky: bool):
+    """One environment with a seed that no training environment has, and what renders it."""
+    if protocol is not None:
+        if rendering:
+            require_ffmpeg()
+        render_mode = "rgb_array" if rendering else None
+        at = {"first_index": EVALUATION_INDEX, "num_threads": 1}
+        envs = make_atari_envs(env_id, 1, seed, protocol.for_evaluation(sticky), render_mode=render_mode, **at)
+        return envs, envs
+    if env_id not in gym.registry and env_id in require_envpool(env_id).list_all_envs():
+        if rendering:
+            raise UsageError(f"--capture-video: cannot film {env_id} here: EnvPool does not draw it")
+        envs = EnvPoolVectorEnv(env_id, env_seeds(seed, 1, EVALUATION_INDEX), 1)
+        return envs, envs
+    env = make_rendering_env(env_id) if rendering else make_env(env_id)
+    return SerialVectorEnv([env], env_seeds(seed, 1, EVALUATION_INDEX)), env
+
+
+def _play_episode(
+    envs: gym.vector.VectorEnv, policy: Policy, obs: np.ndarray, show: Callable[[int, bool], None]
+) -> float:
     """Plays on from ``obs`` until the episode terminates or runs out of time; returns the sum of its rewards."""
     episodic_return, step, done = 0.0, 0, False
     show(step, done)
@@ -128,9 +176,21 @@ def record_video(run_dir: Path) -> Path:
 # ------------------------------------------------------------------------------------------------------------- VIDEO
 
 
-def require_video(env_id: str) -> None:
+def require_video(env_id: str, protocol: AtariProtocol | None = None) -> None:
     """UsageError unless this machine can film ``env_id``; for ``--capture-video``, before hours of training."""
-    make_rendering_env(env_id).close()
+    require_ffmpeg()
+    if protocol is None:  # EnvPool renders Atari games wherever it runs
+        make_rendering_env(env_id).close()
+
+
+def require_ffmpeg() -> None:
+    """UsageError where no mp4 can be written."""
+    try:
+        import imageio_ffmpeg  # noqa: F401  imageio would miss it only at the first frame
+    except ImportError:
+        raise UsageError(
+            "--capture-video: needs a package that is missing; pip install imageio imageio-ffmpeg"
+        ) from None
 
 
 def make_rendering_env(env_id: str) -> gym.Env:
@@ -140,10 +200,7 @@ def make_rendering_env(env_id: str) -> gym.Env:
         UsageError: the environment cannot render, OpenGL or a package is missing; with the remedy.
     """
     use_headless_rendering()
-    try:
-        import imageio_ffmpeg  # noqa: F401  imageio would miss it only at the first frame
-    except ImportError:
-        raise UsageError("--capture-video: needs a package that is missing; pip install imageio-ffmpeg") from None
+    require_ffmpeg()
     hook = sys.unraisablehook
     # Where OpenGL fails, Gymnasium's half-made viewer raises once more when it is collected: a traceback on stderr.
     sys.unraisablehook = lambda unraisable: None
@@ -167,7 +224,7 @@ def make_rendering_env(env_id: str) -> gym.Env:
 
 
 @contextmanager
-def film(env: gym.Env, path: Path):
+def film(env: gym.Env | gym.vector.VectorEnv, path: Path):
     """Gives a function ``show(step, done)`` that films the state of ``env`` after each step of one episode.
 
     Plays at the environment's own speed; of more than MAX_VIDEO_FPS frames a second every n-th is kept, and the last.

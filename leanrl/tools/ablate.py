@@ -1,8 +1,8 @@
 """What each trick of the fast rungs is worth: measured on the CPU without and with it, in turn.
 
 Before they are timed, the two sides of a pair must compute the same, but for rounding or where the trick is to compute
-something else (in bfloat16, say). Groups of rows: ppo, startup (of PPO), td3, replay, sac, dqn, and eager: common
-advice for eager code.
+something else (in bfloat16, say). Groups of rows: ppo, startup (of PPO), td3, replay, sac, dqn, atari, and eager:
+common advice for eager code.
 
     python -m leanrl.tools.ablate
     python -m leanrl.tools.ablate --rows td3 sac --repeats 3
@@ -26,13 +26,17 @@ from leanrl.support.run import write_json_atomically
 from leanrl.tools.ablate_dqn import DQN
 from leanrl.tools.ablate_eager import EAGER
 from leanrl.tools.ablate_ppo import PPO, STARTUP
+from leanrl.tools.ablate_ppo_atari import ATARI
 from leanrl.tools.ablate_sac import SAC
 from leanrl.tools.ablate_td3 import REPLAY, TD3
 from leanrl.tools.ablation import CPU, measure
 from leanrl.tools.common import benchmark_record, describe_machine, fresh_folder, markdown_table, run_tool
 from leanrl.tools.trials import require_distinct
 
-GROUPS = {"ppo": PPO, "startup": STARTUP, "td3": TD3, "replay": REPLAY, "sac": SAC, "dqn": DQN, "eager": EAGER}
+GROUPS = {
+    **{"ppo": PPO, "startup": STARTUP, "td3": TD3, "replay": REPLAY, "sac": SAC, "dqn": DQN, "atari": ATARI},
+    "eager": EAGER,
+}
 
 
 @dataclass

@@ -1,10 +1,12 @@
-"""Plays saved models: whole episodes with the deterministic policy that training ended with.
+"""Plays saved models: whole episodes with the policy that training ended with.
 
-A run saves its model when it is trained with --save-model. The same seed gives the same returns.
+A run saves its model when it is trained with --save-model. The same seed gives the same returns. Actions are the means
+or the best ones; on Atari they are sampled as in training, and returns are whole games' scores, over all lives.
 
     python -m leanrl.tools.evaluate runs/Hopper-v5__ppo_continuous_action__1__1700000000
     python -m leanrl.tools.evaluate runs/* --episodes 100 --seed 7
     python -m leanrl.tools.evaluate runs/my_run --episodes 1 --capture-video
+    python -m leanrl.tools.evaluate runs/my_breakout_run --episodes 30 --sticky
 
 The returns are printed and written to RUN_DIR/evaluation.json.
 """
@@ -33,6 +35,8 @@ class Args:
     """seed of the evaluation environment, which no training environment has"""
     capture_video: bool = False
     """write the first episode of each model as mp4 into its run directory"""
+    sticky: bool = False
+    """Atari: the console repeats the last action with probability 0.25"""
 
 
 def evaluate(run_dir: Path, args: Args) -> dict:
@@ -44,12 +48,13 @@ def evaluate(run_dir: Path, args: Args) -> dict:
         return tqdm(episodes, desc=run_dir.resolve().name, unit="episode", leave=False, disable=None)
 
     try:
-        returns = play(run_dir, args.episodes, args.seed, video, progress)
+        returns = play(run_dir, args.episodes, args.seed, video, progress, args.sticky)
         run = read_args_json(run_dir)
         evaluation = {
             "script": run["script"],
             "env_id": run["args"]["env_id"],
             "seed": args.seed,
+            "sticky": args.sticky,
             "episodes": args.episodes,
             "returns": returns,
             "video": str(video.relative_to(run_dir)) if video else None,

@@ -1,0 +1,319 @@
+"""What each trick of the fast PPO on Atari is worth: rows of ``leanrl.tools.ablate``.
+
+At the default hyperparameters, on Breakout-v5; the two sides of a pair must give the same numbers over a few updates or
+steps, but for rounding. Rows whose names end in ``bf16`` are those of ``--amp bf16``. All need EnvPool.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+import leanrl.ppo_atari_envpool as reference
+import leanrl.ppo_atari_envpool_torchcompile as fast
+from leanrl.support.atari import make_atari_envs
+from leanrl.support.devices import available_cores
+from leanrl.support.executables import CompiledStep, compile_options
+from leanrl.support.optim import FlatAdam
+from leanrl.tools.ablation import CPU, Compiler, Group, Side, eager, pair
+
+ENV_ID, NUM_ACTIONS = "Breakout-v5", 4
+NUM_ENVS, NUM_STEPS = fast.Args.num_envs, fast.Args.num_steps
+MINIBATCH = NUM_ENVS * NUM_STEPS // fast.Args.num_minibatches
+NUM_UPDATES, NUM_POLICY_STEPS = 2, 32
+# Two networks that are the same but for rounding go apart with every step of Adam.
+TOLERANCE = 1e-3
+
+ATARI = Group(
+    f"PPO on Atari, {ENV_ID}",
+    f"An update is one minibatch of {MINIBATCH} rows, GAE is one rollout, all else is one step of {NUM_ENVS}\n"
+    "environments, EnvPool's work included where it says playing.",
+)
+
+
+# -------------------------------------------------------------------------------------------------------------- SIDES
+
+
+def frames(rows: int) -> torch.Tensor:
+    """So many observations, smooth as a screen is."""
+    coarse = torch.rand(rows, 4, 12, 12, generator=torch.Generator().manual_seed(0))
+    return (255 * F.interpolate(coarse, (84, 84), mode="nearest")).to(torch.uint8)
+
+
+class Parts:
+    """What the fast rung's ``main`` makes before its loop, and a finished rollout; the same numbers every time."""
+
+    def __init__(self, agent_type: type = fast.Agent, **changes) -> None:
+        self.args = args = fast.Args(**changes)
+        group = NUM_ENVS // args.num_env_groups
+        with torch.no_grad(), torch.random.fork_rng([]):
+            torch.manual_seed(1)
+            self.agent = agent_type(NUM_ACTIONS)
+            self.optimizer = FlatAdam(self.agent, lr=args.learning_rate, eps=1e-5)
+            obs = frames((NUM_STEPS + 1) * NUM_ENVS)
+            self.obs = obs[:NUM_ENVS]
+            self.rollout = rollout = fast.Rollout.allocate(self.agent.pack(obs[:group]), NUM_ACTIONS, args)
+            self.policy_step, self.start = fast.make_policy_step(self.agent, rollout, args)
+            self.update = fast.make_update(self.agent, self.optimizer, rollout, args)
+            rollout.obs.copy_(self.agent.pack(obs).view_as(rollout.obs))
+            for column in (rollout.advantages, rollout.returns, rollout.values):
+                column.normal_()
+            rollout.logprobs.fill_(-math.log(NUM_ACTIONS))
+            rollout.actions.random_(0, NUM_ACTIONS)
+            rollout.weights.fill_(1.0)
+            self.inds = torch.randperm(NUM_STEPS * NUM_ENVS).split(MINIBATCH)
+
+
+def compiled(**options) -> Compiler:
+    """Compiled as the fast rung compiles, with other options of TorchInductor."""
+    return lambda fn: CompiledStep(fn, CPU, **options)
+
+
+def updates(parts: Parts, step: Callable, outputs: Callable, touched, num_threads: int | None = None) -> Side:
+    """NUM_UPDATES updates: ``step(mb_inds)``; ``outputs()`` is what the network says after them."""
+
+    def burst():
+        for inds in parts.inds[:NUM_UPDATES]:
+            losses = step(inds)
+        return losses, outputs()
+
+    steps = NUM_UPDATES * MINIBATCH / parts.args.update_epochs
+    return Side(burst, steps, NUM_UPDATES, touched, num_threads or available_cores())
+
+
+def updating(
+    compiler: Compiler | None = None, parts: Parts | None = None, num_threads: int | None = None, **changes
+) -> Side:
+    """The fast rung's updates."""
+    parts = parts or Parts(**changes)
+    agent, optimizer = parts.agent, parts.optimizer
+    step = (compiler or compiled())(parts.update)
+    outputs = partial(lambda obs: agent(agent.pack(obs))[0], parts.obs)
+    return updates(parts, step, outputs, optimizer.tensors(), num_threads)
+
+
+def reference_updating(compiler: Compiler = eager, fused: bool = False, channels_last: bool = False, **changes) -> Side:
+    """The reference's: ``.backward()`` and ``torch.optim.Adam``, rows gathered as in its loop."""
+    parts = Parts()
+    with torch.random.fork_rng([]):
+        torch.manual_seed(1)
+        agent = reference.Agent(NUM_ACTIONS)
+    if channels_last:
+        agent = agent.to(memory_format=torch.channels_last)
+    args = reference.Args(**changes)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=fused)
+    update = reference.make_update(agent, optimizer, args)
+    rollout = parts.rollout
+    columns = (rollout.actions, rollout.logprobs, rollout.advantages, rollout.returns, rollout.values, rollout.weights)
+    columns = [column.flatten(0, 1)[: NUM_STEPS * NUM_ENVS] for column in columns]
+    batch = [frames((NUM_STEPS + 1) * NUM_ENVS)[: NUM_STEPS * NUM_ENVS], *columns]
+    if channels_last:
+        batch[0] = batch[0].contiguous(memory_format=torch.channels_last)
+    step = compiler(lambda inds: update(*(column[inds] for column in batch)))
+    side = updates(parts, step, lambda: agent(parts.obs)[0].detach(), [])
+    # Adam makes its state with the first step, so that what is to be put back is only then known.
+    side.burst()
+    state = [x for values in optimizer.state.values() for x in values.values()]
+    with torch.no_grad(), torch.random.fork_rng([]):
+        torch.manual_seed(1)
+        fresh = reference.Agent(NUM_ACTIONS)
+        for parameter, start in zip(agent.parameters(), fresh.parameters(), strict=True):
+            parameter.copy_(start)
+        for x in state:
+            x.zero_()
+    side.touched = [*(p.detach() for p in agent.parameters()), *state]
+    side.burst = torch.enable_grad()(side.burst)
+    return side
+
+
+def acting(compiler: Compiler | None = None, parts: Parts | None = None, num_threads: int = 1, **changes) -> Side:
+    """NUM_POLICY_STEPS policy steps of all environments."""
+    parts = parts or Parts(**changes)
+    rollout = parts.rollout
+    step = (compiler or compiled())(parts.policy_step)
+
+    def burst():
+        parts.start()
+        rollout.noise.zero_()
+        for _ in range(NUM_POLICY_STEPS):
+            step(parts.obs)
+        return rollout.logprobs[:NUM_POLICY_STEPS], rollout.values[:NUM_POLICY_STEPS]
+
+    touched = [rollout.obs, rollout.noise, rollout.actions, rollout.logprobs, rollout.values, rollout.row]
+    return Side(burst, NUM_POLICY_STEPS * NUM_ENVS, NUM_POLICY_STEPS, touched, num_threads)
+
+
+same = partial(pair, tolerance=TOLERANCE)
+# In bfloat16 the sides agree to its two or three digits.
+roughly = partial(pair, tolerance=0.2)
+
+
+# ---------------------------------------------------------------------------------------------------------------- ROWS
+
+
+@ATARI.row
+def atari_update():
+    yield same("update written out, eager", reference_updating(), updating(eager))
+    yield same("update written out and compiled", reference_updating(), updating())
+    yield same(
+        "channels_last, eager: the reference's update", reference_updating(), reference_updating(channels_last=True)
+    )
+
+
+@ATARI.row
+def atari_one_graph():
+    def in_pieces(fn: Callable) -> Callable:
+        return torch.compile(fn, dynamic=False, options=compile_options(CPU))
+
+    yield same("one graph, not .backward() and Adam(fused)", reference_updating(in_pieces, fused=True), updating())
+
+
+@ATARI.row
+def atari_bf16():
+    """Without AMX or AVX-512 units for it, bf16 is emulated."""
+    yield roughly("--amp bf16, not float32: update", updating(), updating(amp="bf16"))
+    yield roughly("--amp bf16, not float32: policy step", acting(), acting(amp="bf16"))
+    yield roughly("--amp bf16: update written out and compiled", reference_updating(amp="bf16"), updating(amp="bf16"))
+
+
+class PixelAgent(fast.Agent):
+    """Keeps frames as they come; its first convolution is the paper's, of 8 x 8 pixels in 4 channels."""
+
+    @staticmethod
+    def pack(obs: torch.Tensor) -> torch.Tensor:
+        return obs
+
+    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        blocks = self.conv1.weight.view(32, 2, 2, 4, 4, 4).permute(0, 3, 1, 4, 2, 5)
+        weight = blocks.reshape(32, 4, 8, 8) / 255.0
+        pixels = obs.float().contiguous(memory_format=torch.channels_last)
+        hidden = F.relu(F.conv2d(pixels, weight, self.conv1.bias, 4)).permute(0, 2, 3, 1)
+        hidden = F.relu(self.conv3(F.relu(self.conv2(hidden))))
+        hidden = F.relu(self.linear(hidden.flatten(1))).float()
+        with torch.autocast("cpu", enabled=False):
+            return self.actor(hidden), self.critic(hidden).squeeze(-1)
+
+
+@ATARI.row
+def atari_blocks():
+    for amp, check in (("none", same), ("bf16", roughly)):
+        changes = {"amp": amp}
+        trick = f"frames kept as blocks of 4 x 4 pixels: update, {amp.replace('none', 'float32')}"
+        yield check(trick, updating(parts=Parts(PixelAgent, **changes)), updating(**changes))
+
+
+class BytewiseAgent(fast.Agent):
+    @staticmethod
+    def pack(obs: torch.Tensor) -> torch.Tensor:
+        return fast.blocks_of_4(obs)
+
+
+@ATARI.row
+def atari_pack():
+    yield same("blocks made of four bytes at a time: policy step", acting(parts=Parts(BytewiseAgent)), acting())
+
+
+@ATARI.row
+def atari_rounded():
+    def at_every_step() -> Parts:
+        parts = Parts(amp="bf16")
+        parts.policy_step, parts.start = policy_without_copy(parts)
+        return parts
+
+    yield roughly(
+        "bf16: matrices rounded once a rollout: policy step", acting(parts=at_every_step()), acting(amp="bf16")
+    )
+
+
+def policy_without_copy(parts: Parts) -> tuple[Callable, Callable]:
+    """The policy step as in float32, but under autocast, which rounds all parameters at every step."""
+    plain = fast.Args()
+    policy_step, start = fast.make_policy_step(parts.agent, parts.rollout, plain)
+
+    def under_autocast(obs: torch.Tensor) -> torch.Tensor:
+        plain.amp = "bf16"  # read when the step is traced
+        return policy_step(obs)
+
+    return under_autocast, start
+
+
+@ATARI.row
+def atari_gather():
+    parts, inside = Parts(), Parts()
+    rollout = parts.rollout
+
+    def outside() -> Side:
+        rows = fast.Rollout.allocate(rollout.obs[0], NUM_ACTIONS, fast.Args(num_envs=MINIBATCH, num_steps=1))
+        rows.obs = torch.zeros(2, MINIBATCH, *rollout.obs.shape[2:], dtype=torch.uint8)
+        for name in ("actions", "logprobs", "values"):
+            setattr(rows, name, torch.zeros(2, MINIBATCH, dtype=getattr(rollout, name).dtype))
+        update = CompiledStep(fast.make_update(parts.agent, parts.optimizer, rows, parts.args), CPU)
+        everything = torch.arange(MINIBATCH)
+        names = ("obs", "actions", "logprobs", "advantages", "returns", "values", "weights")
+
+        def step(inds: torch.Tensor) -> torch.Tensor:
+            for name, column in zip(names, rollout.minibatch(inds), strict=True):
+                getattr(rows, name)[0] = column
+            return update(everything)
+
+        agent = parts.agent
+        return updates(parts, step, lambda: agent(agent.pack(parts.obs))[0], parts.optimizer.tensors())
+
+    yield same("minibatch gathered in the compiled update", outside(), updating(parts=inside))
+
+
+@ATARI.row
+def atari_gae():
+    generator = torch.Generator().manual_seed(0)
+    rewards, flags = torch.randn(2, NUM_STEPS, NUM_ENVS, generator=generator)
+    terminations = dones = (flags > 2).float()
+    values = torch.randn(NUM_STEPS + 1, NUM_ENVS, generator=generator)
+    told = rewards, values, terminations, dones, fast.Args.gamma, fast.Args.gae_lambda
+    steps = NUM_STEPS * NUM_ENVS
+    loop, scan = (Side(lambda fn=module.compute_gae: [fn(*told)], steps) for module in (reference, fast))
+    yield pair("GAE by a scan", loop, scan)
+
+
+def playing(num_threads: int = 1, num_groups: int = 1, **changes) -> Side:
+    """EnvPool and the compiled policy in turn; groups of environments play while the others' actions are computed."""
+    parts = Parts(num_env_groups=num_groups, **changes)
+    size = NUM_ENVS // num_groups
+    pools = [make_atari_envs(ENV_ID, size, 1, first_index=i * size) for i in range(num_groups)]
+    step = compiled()(parts.policy_step)
+    latest = [torch.from_numpy(pool.reset()[0]) for pool in pools]
+    actions = np.random.default_rng(1).integers(0, NUM_ACTIONS, (NUM_POLICY_STEPS, NUM_ENVS))
+
+    def burst():
+        parts.start()
+        # What is played is random, so that all sides see the same games.
+        for pool, obs in zip(pools, latest, strict=True):
+            step(obs)
+            pool.send(actions[0, :size])
+        for t in range(1, NUM_POLICY_STEPS + 1):
+            for i, pool in enumerate(pools):
+                latest[i] = torch.from_numpy(pool.recv()[0])
+                step(latest[i])
+                if t < NUM_POLICY_STEPS:
+                    pool.send(actions[t, i * size : (i + 1) * size])
+        return (torch.zeros(1),)
+
+    rollout = parts.rollout
+    touched = [rollout.row]
+    return Side(burst, NUM_POLICY_STEPS * NUM_ENVS, NUM_POLICY_STEPS, touched, num_threads)
+
+
+@ATARI.row
+def atari_groups():
+    for amp in ("none", "bf16"):
+        trick = f"two groups of environments in turn, {amp.replace('none', 'float32')}: playing"
+        yield pair(trick, playing(amp=amp), playing(num_groups=2, amp=amp))
+
+
+@ATARI.row
+def atari_acting_thread():
+    cores = available_cores()
+    yield pair(f"acting on 1 thread, not {cores}: playing", playing(num_threads=cores), playing())
+    yield same(f"update on {cores} threads, not 1", updating(num_threads=1), updating())

@@ -1,0 +1,255 @@
+"""Where the time of an Atari step goes (emulation, inference, update, the rest), and what is left of EnvPool's speed.
+
+Each script runs in a process of its own with each number of environments; the time is taken around what it calls.
+EnvPool alone, stepped with random actions in the same way, is the floor of the emulation; the network's operations at
+the speed of a large matrix product (bfloat16 with --amp bf16) are the floors of inference and update. What emulates
+while something else is computed (--num-env-groups) costs only what is waited for.
+
+    python -m leanrl.tools.parts_atari
+    python -m leanrl.tools.parts_atari --num-envs 8 32 128 -- --amp bf16
+"""
+
+import importlib
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import tyro
+
+import leanrl.ppo_atari_envpool as reference
+from leanrl.support.atari import AtariVectorEnv, make_atari_envs
+from leanrl.support.envs import EnvPoolVectorEnv
+from leanrl.support.errors import UsageError, require_at_least
+from leanrl.support.run import Run, synchronize
+from leanrl.tools.common import (
+    COLORS,
+    benchmark_record,
+    clean,
+    describe_machine,
+    fresh_folder,
+    markdown_table,
+    run_tool,
+    write_results,
+)
+from leanrl.tools.parts import flop_counter, product_gflops
+from leanrl.tools.trials import LEVERS, check_script_args, contenders_of, parse_entry, require_distinct, target_device
+
+PARTS = ("emulation", "inference", "update")
+REST = "copies and Python"
+"""All other time: what is copied into the rollout, targets, statistics, log points."""
+
+ALONE_SECONDS = 5.0
+
+
+@dataclass
+class Args:
+    scripts: tuple[str, ...] = (
+        "ppo_atari_envpool:eager",
+        "ppo_atari_envpool_torchcompile:eager",
+        "ppo_atari_envpool_torchcompile:compile",
+    )
+    """SCRIPT:MODE each; MODE is eager, compile, cudagraphs or compile+cudagraphs"""
+    num_envs: tuple[int, ...] = (8,)
+    """environments stepped together, a row of each script for each"""
+    env_id: str = "Breakout-v5"
+    """the game"""
+    iterations: int = 10
+    """rollouts with their updates, of which the parts are the mean"""
+    runs_dir: str = "runs"
+    """folder of the default --out"""
+    out: str | None = None
+    """folder for the results; by default RUNS_DIR/parts_atari/TIME"""
+    script_args: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="-- FLAGS")] = ()
+    """flags for every script"""
+
+
+def main(args: Args) -> int:
+    require_distinct(args, "scripts", "num_envs")
+    require_at_least(args, 1, "iterations")
+    check_script_args(args.script_args, reserved=("--num-envs", "--env-id"))
+    device = target_device(args.script_args)
+    contenders_of(args.scripts, "scripts", device, fast_flags=(), reference_flags=())  # refuses what cannot run
+    for entry in args.scripts:
+        if "atari" not in parse_entry(entry, "scripts")[0]:
+            raise UsageError(f"--scripts {entry}: is no Atari script; see leanrl.tools.parts for others")
+    make_atari_envs(args.env_id, 1, 0).close()  # refuses what is no game
+    out = Path(args.out) if args.out else fresh_folder(args.runs_dir, "parts_atari")
+    rows = []
+    for num_envs in args.num_envs:
+        alone = in_process(envpool_alone, args.env_id, num_envs)["sps"]
+        print(f"EnvPool alone, {num_envs} environments: {alone:,.0f} steps/s", flush=True)
+        for entry in args.scripts:
+            script, levers = parse_entry(entry, "scripts")
+            mode = [f"--{lever}" for lever in LEVERS if lever in (levers or ())]
+            flags = [f"--env-id={args.env_id}", f"--num-envs={num_envs}", *args.script_args]
+            found = in_process(observe_run, script, [*flags, *mode], args.iterations)
+            label = " ".join([script, *mode, *args.script_args])
+            rows.append({"who": label, "num_envs": num_envs, "envpool_sps": alone, **found})
+            rows[-1]["floors_us"]["emulation"] = 1e6 / alone
+            print(f"{label}, {num_envs} environments: {found['sps']:,.0f} steps/s", flush=True)
+    record = {**benchmark_record("parts_atari", device), "env_id": args.env_id, "rows": rows}
+    text = f"{args.env_id}, {describe_machine(record['machine'])}\n\n{render_table(rows)}"
+    write_results(out, "parts_atari", record, text, draw(rows))
+    return 0
+
+
+# ---------------------------------------------------------------------------------------------------- IN A PROCESS
+
+
+def in_process(fn: Callable, *args) -> dict:
+    """What ``fn(*args)`` returns, in a fresh process: compiled code and threads must not carry over."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        process = multiprocessing.get_context("spawn").Process(target=write_result, args=(result, fn, *args))
+        process.start()
+        process.join()
+        if process.exitcode:
+            raise SystemExit(process.exitcode)
+        return json.loads(result.read_text())
+
+
+def write_result(path: Path, fn: Callable, *args) -> None:
+    """Writes what ``fn(*args)`` returns as JSON."""
+    path.write_text(json.dumps(fn(*args)))
+
+
+def envpool_alone(env_id: str, num_envs: int) -> dict:
+    """Steps per second of one pool that gets random actions."""
+    envs = make_atari_envs(env_id, num_envs, seed=1)
+    actions = np.random.default_rng(0).integers(0, envs.single_action_space.n, (1000, num_envs))
+    envs.reset()
+    for action in actions[:20]:
+        envs.step(action)
+    steps, start = 0, time.perf_counter()
+    while time.perf_counter() < start + ALONE_SECONDS:
+        envs.step(actions[steps % len(actions)])
+        steps += 1
+    return {"sps": steps * num_envs / (time.perf_counter() - start)}
+
+
+def observe_run(script: str, flags: list[str], iterations: int) -> dict:
+    """Runs ``script`` for so many rollouts; its speed, and microseconds of a step in each part, with their floors."""
+    module = importlib.import_module(f"leanrl.{script}")
+    seconds, found = dict.fromkeys(PARTS, 0.0), {}
+    args = tyro.cli(module.Args, args=flags)
+    args.total_timesteps = iterations * args.num_envs * args.num_steps
+    device = target_device([f"--device={args.device}"])
+
+    def timed(part: str, fn: Callable) -> Callable:
+        def call(*args):
+            synchronize(device)
+            start = time.perf_counter()
+            result = fn(*args)
+            synchronize(device)
+            seconds[part] += time.perf_counter() - start
+            return result
+
+        return call
+
+    class WatchedRun(Run):
+        """A run whose parts are counted while its clock runs."""
+
+        def start_clock(self) -> None:
+            super().start_clock()
+            seconds.update(dict.fromkeys(PARTS, 0.0))
+
+        def finish(self, state: dict) -> dict:
+            found["sps"] = self.sps()
+            found["parts_us"] = {part: 1e6 * s / self.global_step for part, s in seconds.items()}
+            found["parts_us"][REST] = 1e6 / found["sps"] - sum(found["parts_us"].values())
+            return super().finish(state)
+
+    module.Run = WatchedRun
+    EnvPoolVectorEnv.send = timed("emulation", EnvPoolVectorEnv.send)
+    AtariVectorEnv.recv = timed("emulation", AtariVectorEnv.recv)
+    if hasattr(module, "make_executables"):
+        make_executables = module.make_executables
+
+        def make_timed_executables(*args):
+            policy_step, update = make_executables(*args)
+            return timed("inference", policy_step), timed("update", update)
+
+        module.make_executables = make_timed_executables
+    else:
+        make_update, act = module.make_update, module.Agent.get_action_and_value
+        timed_act = timed("inference", act)
+        module.make_update = lambda *args: timed("update", make_update(*args))
+        # The update calls it too, with gradients.
+        module.Agent.get_action_and_value = lambda *args: (act if torch.is_grad_enabled() else timed_act)(*args)
+    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        args.runs_dir, args.run_name = folder, "run"
+        module.main(args)
+    return {**found, "floors_us": floors(args)}
+
+
+def floors(args) -> dict[str, float]:
+    """Microseconds of a step for which the network's operations of inference and update take, at full speed."""
+    agent = reference.Agent(6)
+    obs = torch.zeros(8, 4, 84, 84, dtype=torch.uint8)
+    mflop = []
+    for with_gradient in (False, True):
+        with flop_counter() as counter, torch.set_grad_enabled(with_gradient):
+            outputs = agent(obs)
+            if with_gradient:
+                torch.autograd.grad(sum(x.sum() for x in outputs), list(agent.parameters()))
+        mflop.append(counter.get_total_flops() / 1e6 / len(obs))
+    gflops = product_gflops(torch.bfloat16 if args.amp == "bf16" else torch.float32, args.device)
+    return {"inference": 1e3 * mflop[0] / gflops, "update": 1e3 * args.update_epochs * mflop[1] / gflops}
+
+
+# ------------------------------------------------------------------------------------------------------------ RESULTS
+
+
+def render_table(rows: Sequence[dict]) -> str:
+    """Microseconds of an environment step, and the part of EnvPool's speed that is left."""
+    header = ("who", "environments", "sps", "EnvPool alone", "kept", *PARTS, REST, "floors")
+    cells = [
+        (
+            row["who"],
+            f"{row['num_envs']}",
+            f"{row['sps']:,.0f}",
+            f"{row['envpool_sps']:,.0f}",
+            f"{row['sps'] / row['envpool_sps']:.0%}",
+            *(f"{row['parts_us'][part]:,.0f}" for part in (*PARTS, REST)),
+            " + ".join(f"{row['floors_us'][part]:,.0f}" for part in PARTS),
+        )
+        for row in rows
+    ]
+    legend = "Parts and floors (of emulation + inference + update) in microseconds of an environment step."
+    return f"{markdown_table(header, cells)}\n\n{legend}"
+
+
+def draw(rows: Sequence[dict]):
+    """Two stacked bars a row: the parts, and thinner below them their floors."""
+    from matplotlib.figure import Figure  # not pyplot, which would look for a screen
+
+    figure = Figure(figsize=(11, 1.8 + 0.9 * len(rows)), layout="constrained", dpi=120)
+    axes = figure.subplots()
+    for i, row in enumerate(rows):
+        for values, y, height, alpha in ((row["parts_us"], i, 0.36, 1.0), (row["floors_us"], i + 0.26, 0.12, 0.5)):
+            start = 0.0
+            for part, color in zip((*PARTS, REST), COLORS[1:], strict=False):
+                label = (part if alpha == 1.0 else f"{part}, floor") if i == 0 and part in values else None
+                length = values.get(part, 0.0)
+                axes.barh(y, length, left=start, height=height, color=color, alpha=alpha, label=label)
+                start += length
+        axes.text(0, i - 0.22, f"{row['who']}, {row['num_envs']} environments", va="bottom", fontsize=10)
+    axes.set_ylim(len(rows) - 0.55, -0.75)
+    axes.set_yticks([])
+    axes.set_title("Microseconds of an environment step", loc="left")
+    clean(axes)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
+if __name__ == "__main__":
+    run_tool(main, Args)
