@@ -15,9 +15,12 @@ from sebulba_runs import DISTRIBUTED, finish, last_line, launch, ranks_of, run_a
 
 from leanrl.sebulba.algorithm import Shards
 from leanrl.sebulba.collectives import sum_in_order
+from leanrl.sebulba.layout import Layout
 from leanrl.sebulba.rollout import Rollout
+from leanrl.support.cli import parse_args
 from leanrl.support.executables import untouched
 from leanrl.support.tracking import read_metrics
+from leanrl.tools.trials import REPOSITORY
 
 STATS = {
     *("rollout_time", "inference_time", "env_step_time", "device_to_host_time", "params_get_time", "queue_put_time"),
@@ -302,6 +305,17 @@ def test_a_launcher_refuses_in_one_line(tmp_path):
     code, out = finish(launch("cleanba_ppo", *tiny(tmp_path, "--learner-device-ids", 1, 2)))
     assert code == 2 and out.count("\n") == 1
     assert re.match(r"cleanba_ppo.py: --run-name run: .* exists; continue it with --resume", last_line(out))
+
+
+@pytest.mark.parametrize("name", ["most_frames", "best_convergence"])
+def test_presets_are_flags_that_fit(name):
+    module = importlib.import_module("leanrl.cleanba_ppo")
+    words = (REPOSITORY / "presets" / name).read_text().split()
+    args = parse_args(module.Args, "cleanba_ppo", words)
+    module.validate(args)
+    layout = Layout.of(args)
+    module.validate_shards(args, layout)
+    assert str(layout) == "a0-l1,2,3-d1" and layout.num_envs == args.num_actor_threads * args.local_num_envs > 300
 
 
 def test_help_names_cleanbas_flags():
