@@ -6,6 +6,7 @@ new parameters to the actors that have no learner beside them.
 
 import datetime
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,9 @@ def waiting_for(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise PeerLost(f"lost {what} ({str(error).strip().splitlines()[0][:200]})") from None
+        # Without the place in gloo's source, which the message begins with.
+        reason = re.sub(r"\[\S*:\d+\] ", "", str(error).strip().splitlines()[0])
+        raise PeerLost(f"lost {what} ({reason[:200]})") from None
 
 
 class Collectives:
