@@ -92,18 +92,18 @@ bench)
   name=$(basename "$command" .py)
   if [ -f "leanrl/$name.py" ] && [ "$name" != __init__ ]; then
     install "" mujoco
-    case " $name $* " in *" envpool "* | *=envpool* | *atari* | *" cleanba_"*) install envpool ;; esac
+    # EnvPool where a script, a flag or a run is named that is about it.
+    case " $name $* " in *envpool* | *atari* | *cleanba*) install envpool ;; esac
     case " $* " in *" --upload-model "*) install hub ;; esac
     exec .venv/bin/python "leanrl/$name.py" "$@"
   elif grep -qs run_tool "leanrl/tools/$name.py"; then
     install "" mujoco
     case $name in
     plot) install dev ;;
-    peers) install envpool peers ;;
     ablate | scaling | parts_atari | reproduce | benchmark | plan_layout) install envpool ;;
+    peers) install envpool peers ;;
+    *) case "$*" in *envpool* | *atari* | *cleanba*) install envpool ;; esac ;;
     esac
-    # Where a script of Atari or a distributed one is named, or runs of one.
-    case "$*" in *atari* | *cleanba_*) install envpool ;; esac
     exec .venv/bin/python -m "leanrl.tools.$name" "$@"
   fi
   die "no script or tool is called $command; ./run.sh --help lists what there is"

@@ -34,7 +34,13 @@ from leanrl.tools.common import benchmark_record, describe_machine, fresh_folder
 from leanrl.tools.trials import require_distinct
 
 GROUPS = {
-    **{"ppo": PPO, "startup": STARTUP, "td3": TD3, "replay": REPLAY, "sac": SAC, "dqn": DQN, "atari": ATARI},
+    "ppo": PPO,
+    "startup": STARTUP,
+    "td3": TD3,
+    "replay": REPLAY,
+    "sac": SAC,
+    "dqn": DQN,
+    "atari": ATARI,
     "eager": EAGER,
 }
 
