@@ -17,7 +17,10 @@ from leanrl.sebulba.algorithm import Shards
 from leanrl.sebulba.collectives import sum_in_order
 from leanrl.sebulba.layout import Layout
 from leanrl.sebulba.rollout import Rollout
+from leanrl.support.atari import PROTOCOLS
 from leanrl.support.cli import parse_args
+from leanrl.support.errors import UsageError
+from leanrl.support.evaluation import atari_protocol, play
 from leanrl.support.executables import untouched
 from leanrl.support.tracking import read_metrics
 from leanrl.tools.trials import REPOSITORY
@@ -69,10 +72,25 @@ def test_a_run_and_its_records(monkeypatch, tmp_path, script):
 
 def test_a_saved_agent_plays(monkeypatch, tmp_path):
     assert run_alone(monkeypatch, "cleanba_impala", *tiny(tmp_path, "--total-timesteps=40960", "--save-model")) == 0
-    from leanrl.support.evaluation import play
-
     returns = play(tmp_path / "run", episodes=5)
     assert len(returns) == 5 and min(returns) > 20  # a random policy has 22 on average, the greedy one 9
+
+
+def test_an_agent_plays_what_gymnasium_does_not_have(monkeypatch, tmp_path):
+    flags = tiny(tmp_path, "--env-id=Catch-v0", "--total-timesteps=512", "--save-model")
+    assert run_alone(monkeypatch, "cleanba_ppo", *flags) == 0
+    returns = play(tmp_path / "run", episodes=6)
+    assert len(returns) == 6 and set(returns) <= {-1.0, 1.0} and play(tmp_path / "run", episodes=6) == returns
+    with pytest.raises(UsageError, match="cannot film Catch-v0"):
+        play(tmp_path / "run", episodes=1, video=tmp_path / "video.mp4")
+
+
+@pytest.mark.parametrize("protocol", ["cleanba", "cleanrl"])
+def test_an_atari_agent_is_evaluated_by_its_own_protocol(protocol):
+    module = importlib.import_module("leanrl.cleanba_ppo")
+    args = {"env_id": "Breakout-v5", "protocol": protocol}
+    assert atari_protocol(module, args) is PROTOCOLS[protocol]
+    assert atari_protocol(module, {**args, "env_id": "Catch-v0"}) is None
 
 
 # -------------------------------------------------------------------------------------------------- STOPS AND RESUMES
