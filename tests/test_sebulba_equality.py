@@ -144,7 +144,8 @@ def test_accumulated_gradients_are_the_whole_ones(monkeypatch, tmp_path, script)
         states.append(newest_checkpoint(folder / "run")[1]["script"]["agent"])
     assert summary(folder / "run")["optimizer_steps"] == (8 if script == "cleanba_ppo" else 2)
     for ours, theirs in zip(*(state.values() for state in states), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=2e-5)
+        # Adam's steps were up to 2e-3; where a gradient is nearly 0, its last bits decide a part of them.
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
 def test_environments_and_noise_are_disjoint(monkeypatch, tmp_path):

@@ -15,9 +15,15 @@ from sebulba_runs import DISTRIBUTED, finish, last_line, launch, ranks_of, run_a
 
 from leanrl.sebulba.algorithm import Shards
 from leanrl.sebulba.collectives import sum_in_order
+from leanrl.sebulba.layout import Layout
 from leanrl.sebulba.rollout import Rollout
+from leanrl.support.atari import PROTOCOLS
+from leanrl.support.cli import parse_args
+from leanrl.support.errors import UsageError
+from leanrl.support.evaluation import atari_protocol, play
 from leanrl.support.executables import untouched
 from leanrl.support.tracking import read_metrics
+from leanrl.tools.trials import REPOSITORY
 
 STATS = {
     *("rollout_time", "inference_time", "env_step_time", "device_to_host_time", "params_get_time", "queue_put_time"),
@@ -66,10 +72,25 @@ def test_a_run_and_its_records(monkeypatch, tmp_path, script):
 
 def test_a_saved_agent_plays(monkeypatch, tmp_path):
     assert run_alone(monkeypatch, "cleanba_impala", *tiny(tmp_path, "--total-timesteps=40960", "--save-model")) == 0
-    from leanrl.support.evaluation import play
-
     returns = play(tmp_path / "run", episodes=5)
     assert len(returns) == 5 and min(returns) > 20  # a random policy has 22 on average, the greedy one 9
+
+
+def test_an_agent_plays_what_gymnasium_does_not_have(monkeypatch, tmp_path):
+    flags = tiny(tmp_path, "--env-id=Catch-v0", "--total-timesteps=512", "--save-model")
+    assert run_alone(monkeypatch, "cleanba_ppo", *flags) == 0
+    returns = play(tmp_path / "run", episodes=6)
+    assert len(returns) == 6 and set(returns) <= {-1.0, 1.0} and play(tmp_path / "run", episodes=6) == returns
+    with pytest.raises(UsageError, match="cannot film Catch-v0"):
+        play(tmp_path / "run", episodes=1, video=tmp_path / "video.mp4")
+
+
+@pytest.mark.parametrize("protocol", ["cleanba", "cleanrl"])
+def test_an_atari_agent_is_evaluated_by_its_own_protocol(protocol):
+    module = importlib.import_module("leanrl.cleanba_ppo")
+    args = {"env_id": "Breakout-v5", "protocol": protocol}
+    assert atari_protocol(module, args) is PROTOCOLS[protocol]
+    assert atari_protocol(module, {**args, "env_id": "Catch-v0"}) is None
 
 
 # -------------------------------------------------------------------------------------------------- STOPS AND RESUMES
@@ -81,10 +102,10 @@ def last_step(run_dir):
 
 def test_signals_stop_all_ranks_and_resume_continues(tmp_path):
     """The signal reaches a learner that does not lead."""
-    flags = tiny(tmp_path, "--learner-device-ids", 1, 2, "--total-timesteps=1000000", "--checkpoint-every=100000000")
+    flags = tiny(tmp_path, "--learner-device-ids", 0, 1, "--total-timesteps=1000000", "--checkpoint-every=100000000")
     process = launch("cleanba_ppo", *flags)
     wait_for_log(tmp_path / "run", process, points=3)
-    ranks_of(process)[2].send_signal(signal.SIGUSR1)
+    ranks_of(process)[1].send_signal(signal.SIGUSR1)
     code, out = finish(process)
     assert code == 0 and "Traceback" not in out
     result = summary(tmp_path / "run")
@@ -302,6 +323,17 @@ def test_a_launcher_refuses_in_one_line(tmp_path):
     code, out = finish(launch("cleanba_ppo", *tiny(tmp_path, "--learner-device-ids", 1, 2)))
     assert code == 2 and out.count("\n") == 1
     assert re.match(r"cleanba_ppo.py: --run-name run: .* exists; continue it with --resume", last_line(out))
+
+
+@pytest.mark.parametrize("name", ["most_frames", "best_convergence"])
+def test_presets_are_flags_that_fit(name):
+    module = importlib.import_module("leanrl.cleanba_ppo")
+    words = (REPOSITORY / "presets" / name).read_text().split()
+    args = parse_args(module.Args, "cleanba_ppo", words)
+    module.validate(args)
+    layout = Layout.of(args)
+    module.validate_shards(args, layout)
+    assert str(layout) == "a0-l1,2,3-d1" and layout.num_envs == args.num_actor_threads * args.local_num_envs > 300
 
 
 def test_help_names_cleanbas_flags():

@@ -5,9 +5,11 @@ import shlex
 import sys
 
 import pytest
+import torch
 
+import leanrl.cleanba_ppo as ppo
 from leanrl.support.errors import UsageError
-from leanrl.tools import benchmark, reproduce, timeline
+from leanrl.tools import benchmark, plan_layout, reproduce, timeline
 from leanrl.tools.trials import REPOSITORY
 
 TEMPLATE = REPOSITORY / "slurm" / "cleanba.slurm"
@@ -111,3 +113,70 @@ def test_benchmark_refuses_a_bad_template(tmp_path):
 def test_reproduce_refuses(changes, message):
     with pytest.raises(UsageError, match=f"^{message}"):
         reproduce.main(reproduce.Args(**changes))
+
+
+# -------------------------------------------------------------------------------------------------------------- PLANS
+
+PARTS = plan_layout.Parts(
+    inference=0.6,
+    emulation=0.4,
+    rollout=plan_layout.Cost(1.0, 1.0),
+    update=((24, plan_layout.Cost(2.0, 2.0)), (48, plan_layout.Cost(4.0, 4.0))),
+    message=(0.0, 1e-6),
+    reduction=(0.0, 1e-7),
+    rollout_bytes=10_000,
+    params=250_000,
+    steps=2,
+)
+
+
+def predicted(layout, cores=16, machines=1, **flags):
+    args = ppo.Args(**{"device": "cpu", "local_num_envs": 48, "num_actor_threads": 1, **flags})
+    return plan_layout.predict(layout, PARTS, args, cores, machines, link_gbytes=1.0)
+
+
+def test_a_plan_adds_up():
+    """Enough cores: a rollout of 1 s, then an update of 4 s for 48 environments; nothing to send."""
+    alone = predicted("a0-l0-d1")
+    assert alone.seconds == {"rollout": 1.0, "transfer": 0.0, "update": 4.0, "all-reduce": 0.0}
+    assert alone.sps == pytest.approx(48 * 128 / 5.0) and alone.bottleneck == "update"
+    # 24 environments each: 2 s; their 240 kB and the parameters take a microsecond a byte, two sums of 1 MB 0.1 s each.
+    two = predicted("a0-l0,1-d1")
+    assert two.seconds == pytest.approx({"rollout": 1.0, "transfer": 0.24, "update": 2.0, "all-reduce": 0.2})
+    assert two.sps == pytest.approx(48 * 128 / 3.44)
+    apart = predicted("a0-l1-d1")
+    assert apart.seconds["transfer"] == pytest.approx(0.48 + 1.0) and apart.devices == 2
+
+
+def test_a_plan_knows_the_cores_and_the_lag():
+    assert predicted("a0-l0,1-d1", cores=2).seconds["update"] == pytest.approx(2.0)
+    assert predicted("a0-l0,1-d1", cores=1).seconds["update"] == pytest.approx(4.0)
+    assert predicted("a0-l0-d1", policy_lag=1).sps == pytest.approx(48 * 128 / 4.0)
+    assert predicted("a0-l0-d1", policy_lag=1, cores=1).sps == pytest.approx(48 * 128 / 5.0)
+    # Twice the machines: twice the speed, less what the sums take.
+    one, four = predicted("a0-l0-d1"), predicted("a0-l0-d4", machines=4)
+    assert 3.5 < four.sps / one.sps < 4
+
+
+def test_the_parts_of_a_plan_are_measured(tmp_path, capsys):
+    flags = ("--env-id=CartPole-v1", "--device=cpu", "--local-num-envs=8", "--num-steps=8", "--num-minibatches=2")
+    args = plan_layout.Args(layouts=("a0-l0-d1", "a0-l1,2,3-d1"), repeats=1, out=str(tmp_path), script_args=flags)
+    threads = torch.get_num_threads()
+    assert plan_layout.main(args) == 0
+    torch.set_num_threads(threads)
+    out, err = capsys.readouterr()
+    assert "leaving out a0-l1,2,3-d1: --local-num-envs 8" in err
+    record = json.loads((tmp_path / "plan_layout.json").read_text())
+    assert [p["layout"] for p in record["predictions"]] == ["a0-l0-d1"] and record["predictions"][0]["sps"] > 0
+    parts = record["parts"]
+    assert all(parts[name] > 0 for name in ("inference", "emulation", "rollout_bytes", "params", "steps"))
+    assert "Fastest: a0-l0-d1" in out
+
+
+@pytest.mark.parametrize(
+    "changes", [{"script": "dqn"}, {"layouts": ("a0",)}, {"repeats": 0}, {"check": ("a0-l1,2,3-d1",)}]
+)
+def test_plan_layout_refuses(changes):
+    flags = ("--env-id=CartPole-v1", "--device=cpu", "--local-num-envs=8")
+    with pytest.raises(UsageError):
+        plan_layout.main(plan_layout.Args(**{"script_args": flags, **changes}))

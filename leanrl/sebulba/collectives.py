@@ -6,12 +6,14 @@ new parameters to the actors that have no learner beside them.
 
 import datetime
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from leanrl.sebulba.layout import Layout, Part
 from leanrl.sebulba.status import PeerLost
@@ -25,7 +27,9 @@ def waiting_for(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise PeerLost(f"lost {what} ({str(error).strip().splitlines()[0][:200]})") from None
+        # Without the place in gloo's source, which the message begins with.
+        reason = re.sub(r"\[\S*:\d+\] ", "", str(error).strip().splitlines()[0])
+        raise PeerLost(f"lost {what} ({reason[:200]})") from None
 
 
 class Collectives:
@@ -48,11 +52,8 @@ class Collectives:
         if self._alone:
             return
         limit = datetime.timedelta(seconds=timeout)
-        store = None
-        if SUPERVISOR_STORE in os.environ:
-            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            store = dist.TCPStore(host, port, is_master=False, timeout=limit)
         with waiting_for(f"the other processes, at the rendezvous at {os.environ.get('MASTER_ADDR')}"):
+            store = _rendezvous(part.rank, len(layout.parts), limit)
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
                 store=store,
@@ -143,6 +144,16 @@ class Collectives:
         if self._actors is not None:
             with waiting_for(f"{self._layout.parts[self._params_from].name}, the new parameters"):
                 dist.broadcast(message, self._params_from, group=self._actors)
+
+
+def _rendezvous(rank: int, world_size: int, limit: datetime.timedelta) -> dist.Store:
+    """Where the processes find each other: at the supervisor, at torchrun's agent, or at rank 0."""
+    if SUPERVISOR_STORE in os.environ:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return dist.TCPStore(host, port, is_master=False, timeout=limit)
+    store, *_ = next(rendezvous("env://", rank, world_size, timeout=limit))
+    # torchrun's agent may keep its store over a restart, and with it the addresses of the processes before.
+    return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def sum_in_order(vectors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -3,11 +3,9 @@
 import gymnasium as gym
 from gymnasium.vector import VectorEnv
 
-from leanrl.support.atari import CLEANBA, CLEANRL, atari_games, make_atari_envs
+from leanrl.support.atari import PROTOCOLS, atari_games, make_atari_envs
 from leanrl.support.envs import EnvPoolVectorEnv, env_seeds, near_names, require_envpool
 from leanrl.support.errors import bad
-
-PROTOCOLS = {"cleanba": CLEANBA, "cleanrl": CLEANRL}
 
 
 def make_pool(

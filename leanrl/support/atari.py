@@ -49,6 +49,8 @@ class AtariProtocol:
 
 CLEANRL = AtariProtocol()
 CLEANBA = AtariProtocol(episodic_life=False, repeat_action_probability=0.25, noop_max=1, full_action_space=True)
+PROTOCOLS = {"cleanba": CLEANBA, "cleanrl": CLEANRL}
+"""by the names that --protocol takes"""
 
 
 class AtariVectorEnv(EnvPoolVectorEnv):

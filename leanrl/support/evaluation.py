@@ -13,9 +13,16 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from leanrl.support.atari import AtariProtocol, make_atari_envs
+from leanrl.support.atari import PROTOCOLS, AtariProtocol, atari_games, make_atari_envs
 from leanrl.support.cli import read_args_json
-from leanrl.support.envs import SerialVectorEnv, env_seeds, make_env, use_headless_rendering
+from leanrl.support.envs import (
+    EnvPoolVectorEnv,
+    SerialVectorEnv,
+    env_seeds,
+    make_env,
+    require_envpool,
+    use_headless_rendering,
+)
 from leanrl.support.errors import UsageError
 
 # Far from every training environment's index, so that evaluation never replays a training seed.
@@ -98,7 +105,7 @@ def play(
     """
     saved = load_model(run_dir)
     env_id = saved["args"]["env_id"]
-    protocol = atari_protocol(training_script(run_dir, saved), env_id)
+    protocol = atari_protocol(training_script(run_dir, saved), saved["args"])
     if sticky and protocol is None:
         raise UsageError(f"--sticky: {env_id} has none; sticky actions are for Atari games")
     envs, renderer = make_evaluation_envs(env_id, seed, video is not None, protocol, sticky)
@@ -116,9 +123,13 @@ def play(
     return returns
 
 
-def atari_protocol(script: ModuleType, env_id: str) -> AtariProtocol | None:
-    """The PROTOCOL under which a training script plays Atari games; None where ``env_id`` is Gymnasium's."""
-    return None if env_id in gym.registry else getattr(script, "PROTOCOL", None)
+def atari_protocol(script: ModuleType, args: dict) -> AtariProtocol | None:
+    """How a run played its Atari game: by its --protocol, or its script's PROTOCOL; None where it played none."""
+    if args["env_id"] in gym.registry:
+        return None
+    if "protocol" in args:
+        return PROTOCOLS[args["protocol"]] if args["env_id"] in atari_games() else None
+    return getattr(script, "PROTOCOL", None)
 
 
 def make_evaluation_envs(env_id: str, seed: int, rendering: bool, protocol: AtariProtocol | None, sticky: bool):
@@ -129,6 +140,11 @@ def make_evaluation_envs(env_id: str, seed: int, rendering: bool, protocol: Atar
         render_mode = "rgb_array" if rendering else None
         at = {"first_index": EVALUATION_INDEX, "num_threads": 1}
         envs = make_atari_envs(env_id, 1, seed, protocol.for_evaluation(sticky), render_mode=render_mode, **at)
+        return envs, envs
+    if env_id not in gym.registry and env_id in require_envpool(env_id).list_all_envs():
+        if rendering:
+            raise UsageError(f"--capture-video: cannot film {env_id} here: EnvPool does not draw it")
+        envs = EnvPoolVectorEnv(env_id, env_seeds(seed, 1, EVALUATION_INDEX), 1)
         return envs, envs
     env = make_rendering_env(env_id) if rendering else make_env(env_id)
     return SerialVectorEnv([env], env_seeds(seed, 1, EVALUATION_INDEX)), env

@@ -16,6 +16,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -185,9 +186,9 @@ def measure(args: Args, module, script_args, device: torch.device) -> Parts:
 LINKS = """
 import sys, time
 import torch, torch.distributed as dist
-rank, port, sizes, repeats = int(sys.argv[1]), sys.argv[2], [int(n) for n in sys.argv[3:5]], int(sys.argv[5])
+rank, file, sizes, repeats = int(sys.argv[1]), sys.argv[2], [int(n) for n in sys.argv[3:5]], int(sys.argv[5])
 torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
 def send(x):
     if rank == 0:
         dist.send(x, 1)
@@ -210,12 +211,13 @@ for operation, size in ((send, sizes[0]), (dist.all_reduce, sizes[1])):
 
 def measure_links(message_bytes: int, params_bytes: int, repeats: int) -> tuple[tuple[float, float], ...]:
     """(latency, seconds a byte) of a message and of a sum between two processes here, over gloo."""
-    words = [str(random.randrange(40_000, 60_000)), str(message_bytes), str(params_bytes), str(max(3, repeats))]
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", LINKS, str(rank), *words], stdout=subprocess.PIPE, text=True)
-        for rank in (0, 1)
-    ]
-    out, _ = [rank.communicate()[0] for rank in ranks]
+    with tempfile.TemporaryDirectory() as folder:  # the two meet at a file: no port that somebody else may have
+        words = [f"{folder}/rendezvous", str(message_bytes), str(params_bytes), str(max(3, repeats))]
+        ranks = [
+            subprocess.Popen([sys.executable, "-c", LINKS, str(rank), *words], stdout=subprocess.PIPE, text=True)
+            for rank in (0, 1)
+        ]
+        out, _ = [rank.communicate()[0] for rank in ranks]
     if any(rank.returncode for rank in ranks):
         raise RuntimeError("two processes could not talk to each other over gloo")
     (n0, t0), (n1, t1), (m0, r0), (m1, r1) = (tuple(map(float, line.split())) for line in out.splitlines())
