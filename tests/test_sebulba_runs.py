@@ -328,7 +328,7 @@ def test_a_launcher_refuses_in_one_line(tmp_path):
 @pytest.mark.parametrize("name", ["most_frames", "best_convergence"])
 def test_presets_are_flags_that_fit(name):
     module = importlib.import_module("leanrl.cleanba_ppo")
-    words = (REPOSITORY / "presets" / name).read_text().split()
+    words = (REPOSITORY / "leanrl" / "sebulba" / "presets" / name).read_text().split()
     args = parse_args(module.Args, "cleanba_ppo", words)
     module.validate(args)
     layout = Layout.of(args)

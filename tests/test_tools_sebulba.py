@@ -12,7 +12,7 @@ from leanrl.support.errors import UsageError
 from leanrl.tools import benchmark, plan_layout, reproduce, timeline
 from leanrl.tools.trials import REPOSITORY
 
-TEMPLATE = REPOSITORY / "slurm" / "cleanba.slurm"
+TEMPLATE = REPOSITORY / "leanrl" / "tools" / "cleanba.slurm"
 
 
 @pytest.fixture
