@@ -3,7 +3,7 @@
     python -m leanrl.tools.benchmark --env-ids Breakout-v5 Pong-v5 --num-seeds 3 --workers 2 -- \\
         leanrl/cleanba_ppo.py --device cpu --compile --save-model
     python -m leanrl.tools.benchmark --env-ids Breakout-v5 --slurm-template leanrl/tools/cleanba.slurm \\
-        --slurm-ntasks 2 --slurm-gpus-per-task 4 --dry-run -- leanrl/cleanba_ppo.py --distributed --learner-device-ids 1 2
+        --slurm-ntasks 2 --slurm-gpus-per-task 2 --dry-run -- leanrl/cleanba_ppo.py --distributed --learner-device-ids 1
 
 What comes after -- is the script with its flags; --env-id, --seed and --run-name are added. --dry-run prints what would
 be run or submitted. A SLURM template may name {array} {ntasks} {nodes} {gpus_per_task} {cpus_per_gpu} {commands}.
