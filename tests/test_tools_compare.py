@@ -197,7 +197,7 @@ def test_ctrl_c_ends_the_run_that_is_on(tmp_path):
     try:
         pid = int(wait_until(lambda: "".join(path.read_text() for path in tmp_path.glob("runs/*/pid")), process))
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=120)
     finally:
         process.kill()
     assert process.returncode == 130
