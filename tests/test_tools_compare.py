@@ -193,11 +193,16 @@ def test_ctrl_c_ends_the_run_that_is_on(tmp_path):
         "run_tool(main, dict[str, int])\n"
     )
     env = {**os.environ, "PYTHONPATH": str(trials.REPOSITORY)}
-    process = subprocess.Popen([sys.executable, driver], cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)
+
+    def heed_ctrl_c() -> None:  # a shell's background jobs ignore it, and hand that down
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    how = {"cwd": tmp_path, "env": env, "stderr": subprocess.PIPE, "text": True, "preexec_fn": heed_ctrl_c}
+    process = subprocess.Popen([sys.executable, driver], **how)
     try:
         pid = int(wait_until(lambda: "".join(path.read_text() for path in tmp_path.glob("runs/*/pid")), process))
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=30)
     finally:
         process.kill()
     assert process.returncode == 130
