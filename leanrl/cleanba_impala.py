@@ -23,7 +23,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from leanrl.sebulba.algorithm import Algorithm, Shards, Update
+from leanrl.sebulba.algorithm import Algorithm, Shards, Update, sum_in_parts
 from leanrl.sebulba.args import SebulbaArgs
 from leanrl.sebulba.launch import start
 from leanrl.sebulba.layout import Layout
@@ -373,14 +373,6 @@ def make_update(agent: nn.Module, optimizer: FlatRMSProp, shards: Shards, args: 
         return losses / args.num_minibatches
 
     return Update(warm_up, update, num_steps=args.num_minibatches)
-
-
-def sum_in_parts(gradient: Callable[[torch.Tensor], torch.Tensor], parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of ``gradient`` over the parts of a minibatch."""
-    total = gradient(parts[0])
-    for part in parts[1:]:
-        total = total + gradient(part)
-    return total
 
 
 # ------------------------------------------------------------------------------------------------------- EXECUTABLES

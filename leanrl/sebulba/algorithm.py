@@ -38,6 +38,14 @@ class Update(NamedTuple):
     """optimiser steps of an update"""
 
 
+def sum_in_parts(gradient: Callable[[torch.Tensor], torch.Tensor], parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of ``gradient`` over the parts of a minibatch."""
+    total = gradient(parts[0])
+    for part in parts[1:]:
+        total = total + gradient(part)
+    return total
+
+
 class Algorithm(NamedTuple):
     """A script's parts; ``args`` are the script's."""
 
