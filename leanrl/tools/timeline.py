@@ -10,6 +10,7 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 import tyro
@@ -70,27 +71,26 @@ def shares(spans: Spans) -> list[tuple[str, str, float]]:
 def draw(spans: Spans, title: str):
     """The figure; waiting is pale."""
     from matplotlib.figure import Figure  # not pyplot, which would look for a screen
+    from matplotlib.patches import Patch
 
     figure = Figure(figsize=(13, 1.6 + 0.5 * len(spans)), layout="constrained", dpi=120)
     axes = figure.subplots()
     kinds = list(dict.fromkeys(what for part in spans.values() for what, *_ in part))
+    looks = {kind: {"facecolor": color, "edgecolor": "white"} for kind, color in zip(kinds, cycle(COLORS[1:]))}
+    looks |= {
+        kind: {**looks[kind], "facecolor": "#d8d8d8", "hatch": "///"} for kind in kinds if kind.startswith("wait")
+    }
     for row, part in enumerate(spans.values()):
         for kind in kinds:
             bars = [(start, end - start) for what, start, end in part if what == kind]
-            waits = kind.startswith("wait")
-            color = "#d8d8d8" if waits else COLORS[1 + kinds.index(kind) % (len(COLORS) - 1)]
-            hatch = "///" if waits else None
-            axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=color, hatch=hatch, edgecolor="white", linewidth=0.3)
-    for kind in kinds:
-        waits = kind.startswith("wait")
-        color = "#d8d8d8" if waits else COLORS[1 + kinds.index(kind) % (len(COLORS) - 1)]
-        axes.bar(0, 0, color=color, hatch="///" if waits else None, edgecolor="white", label=kind)
+            axes.broken_barh(bars, (row - 0.4, 0.8), linewidth=0.3, **looks[kind])
     axes.set_yticks(range(len(spans)), list(spans))
     axes.set_ylim(len(spans) - 0.5, -0.5)
     axes.set_xlabel("seconds")
     axes.set_title(title, loc="left")
     clean(axes)
-    figure.legend(loc="outside lower center", ncols=len(kinds), frameon=False)
+    patches = [Patch(label=kind, **looks[kind]) for kind in kinds]
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(kinds), frameon=False)
     return figure
 
 
