@@ -206,6 +206,7 @@ for operation, size in ((send, sizes[0]), (dist.all_reduce, sizes[1])):
             seconds.append(time.perf_counter() - start)
         if rank == 0:
             print(max(n, 4), sorted(seconds[2:])[repeats // 2])
+dist.destroy_process_group()  # left to the end of the process, gloo's threads may still be there and abort it
 """
 
 
