@@ -78,7 +78,19 @@ def ppo():
     return [lambda: policy_step(obs), lambda: update(inds)]
 
 
-@pytest.mark.parametrize("make", [td3, sac, dqn, ppo], ids=lambda make: make.__name__)
+def ppo_atari():
+    script = importlib.import_module("leanrl.ppo_atari_envpool_torchcompile")
+    args = script.Args(num_envs=NUM_ENVS, num_steps=4)
+    agent = script.Agent(3).to(META)
+    obs = torch.zeros(NUM_ENVS, 4, 84, 84, dtype=torch.uint8, device=META)
+    rollout = script.Rollout.allocate(agent.pack(obs), 3, args)
+    policy_step, _ = script.make_policy_step(agent, rollout, args)
+    update = script.make_update(agent, script.FlatAdam(agent, lr=1e-3, eps=1e-5), rollout, args)
+    inds = torch.arange(8, device=META)
+    return [lambda: policy_step(obs), lambda: update(inds)]
+
+
+@pytest.mark.parametrize("make", [td3, sac, dqn, ppo, ppo_atari], ids=lambda make: make.__name__)
 @torch.no_grad()
 def test_nothing_leaves_the_device(make, monkeypatch):
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # has no meta device

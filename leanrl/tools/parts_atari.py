@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -171,18 +172,19 @@ def observe_run(script: str, flags: list[str], iterations: int) -> dict:
             found["parts_us"][REST] = 1e6 / found["sps"] - sum(found["parts_us"].values())
             return super().finish(state)
 
-    module.Run = WatchedRun
+    home = getattr(module, "sibling", module)  # a one-graph rung's loop is its sibling's
+    home.Run = WatchedRun
     EnvPoolVectorEnv.send = timed("emulation", EnvPoolVectorEnv.send)
     AtariVectorEnv.recv = timed("emulation", AtariVectorEnv.recv)
     if hasattr(module, "make_executables"):
-        make_executables = module.make_executables
 
         def make_timed_executables(*args):
-            policy_step, update = make_executables(*args)
-            return timed("inference", policy_step), timed("update", update)
+            act, train_epoch = module.make_executables(*args)
+            return timed("inference", act), timed("update", train_epoch)
 
-        module.make_executables = make_timed_executables
+        train = partial(home.main, make_executables=make_timed_executables, script_file=module.__file__)
     else:
+        train = module.main
         make_update, act = module.make_update, module.Agent.get_action_and_value
         timed_act = timed("inference", act)
         module.make_update = lambda *args: timed("update", make_update(*args))
@@ -190,7 +192,7 @@ def observe_run(script: str, flags: list[str], iterations: int) -> dict:
         module.Agent.get_action_and_value = lambda *args: (act if torch.is_grad_enabled() else timed_act)(*args)
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         args.runs_dir, args.run_name = folder, "run"
-        module.main(args)
+        train(args)
     return {**found, "floors_us": floors(args)}
 
 
