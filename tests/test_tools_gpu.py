@@ -263,6 +263,14 @@ def test_learning_runs_stop_in_time_and_go_on(tmp_path, monkeypatch, capsys):
     assert (out / "learn.png").stat().st_size > 10_000 and "done" in capsys.readouterr().out
 
 
+def test_the_check_of_actor_threads_holds_on_a_cpu(monkeypatch):
+    """Over gloo, and without graphs; of other parameters it says so."""
+    gpu_checks.actor_threads(CPU)
+    monkeypatch.setattr(gpu_checks.OneRank, "sum_over_shards", lambda self, vectors: -vectors[0])
+    with pytest.raises(AssertionError, match="other episodes"):
+        gpu_checks.actor_threads(CPU)
+
+
 # ----------------------------------------------------------------------------------------------------------- ON A GPU
 
 
