@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 import leanrl.ppo_atari_envpool_onegraph as onegraph
 import leanrl.ppo_atari_envpool_torchcompile as sibling
 from leanrl.support.evaluation import play
+from leanrl.tools.gpu import last_parameters
 
 NAMES = {"onegraph": "ppo_atari_envpool_onegraph", "sibling": "ppo_atari_envpool_torchcompile"}
 
@@ -133,6 +134,8 @@ def test_on_a_cpu_it_is_the_sibling_bit_for_bit(compiled, tmp_path) -> None:
 def test_graphs_train_as_the_eager_sibling(compiled, groups, on_catch, tmp_path) -> None:
     """The same games and, but for rounding, parameters over 8 rollouts of 16 updates, from the same random numbers."""
     flags = [*CATCH, "--device=cuda", "--total-timesteps=2048", f"--num-env-groups={groups}", f"--runs-dir={tmp_path}"]
+    # Small steps: rounding must not grow into another action.
+    flags += ["--learning-rate=1e-5", "--checkpoint-every=1024"]
     levers = ["--cudagraphs", *(["--compile"] if compiled else [])]
     for name, script in NAMES.items():
         assert run(script, *flags, *(levers if name == "onegraph" else []), f"--run-name={name}") == 0
@@ -140,8 +143,8 @@ def test_graphs_train_as_the_eager_sibling(compiled, groups, on_catch, tmp_path)
     assert ours["run"]["optimizer_steps"] == theirs["run"]["optimizer_steps"] == 128
     assert leaves(ours["rng"]) == leaves(theirs["rng"])
     assert ours["run"]["last_returns"] == theirs["run"]["last_returns"]
-    for name, parameter in ours["script"]["agent"].items():
-        torch.testing.assert_close(parameter, theirs["script"]["agent"][name], rtol=1e-2, atol=1e-4)
+    (before, after), (_, params) = (last_parameters(tmp_path / name) for name in ("sibling", "onegraph"))
+    assert (params - after).norm() < 0.05 * (after - before).norm()
 
 
 @pytest.mark.cuda

@@ -1,7 +1,7 @@
 """leanrl.tools.gpu: what it checks, measures and writes, on runs of this machine; and what graphs must do, on a GPU."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -181,6 +181,36 @@ def test_what_would_end_too_late_is_left_out(tmp_path, monkeypatch, capsys):
 
 
 KEYS = ("warmup_seconds", "episodic_return", "global_step")
+
+
+def test_the_whole_course(tmp_path, monkeypatch, capsys):
+    """From the checks to the pictures, with all that needs a GPU or time replaced."""
+    for name, value in {"is_available": True, "device_count": 1, "get_device_name": "some GPU"}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+    def run_trial(contender, seed, runs_dir, deadline):
+        summary = {"sps": 500.0, "interrupted": False} | dict.fromkeys(KEYS)
+        return Trial(contender.label, seed, [], "", 0, summary=summary)
+
+    def parts_of(entry, *_):
+        row = {"who": entry, "num_envs": 8, "envpool_sps": 1000.0, "sps": 500.0, "profiled_step_us": 2000.0}
+        kinds = (*gpu.parts.KINDS, gpu.parts.REST, *parts_atari.PARTS, parts_atari.REST)
+        return row | {"parts_us": dict.fromkeys(kinds, 9.0), "floors_us": dict.fromkeys(parts_atari.PARTS, 5.0)}
+
+    monkeypatch.setattr(gpu, "check", lambda *_: [{"check": "a check", "passed": True, "detail": "fine"}])
+    monkeypatch.setattr(gpu, "run_trial", run_trial)
+    monkeypatch.setattr(Pool, "measure", lambda pool: {**asdict(pool), "sps": 1000.0})
+    monkeypatch.setattr(gpu.parts, "take_apart", parts_of)
+    monkeypatch.setattr(parts_atari, "measure", parts_of)
+    out = tmp_path / "out"
+    assert gpu.main(gpu.Args(rounds=2, runs_dir=str(tmp_path), out=str(out))) == 0
+    written = {"gpu.json", "table.md", "gpu.png", "parts.png", "parts_atari.png"}
+    assert {file.name for file in out.iterdir()} == written
+    text = capsys.readouterr().out
+    assert "checks: 1 of 1 passed" in text and "50%" in text
+    fastest, plain = "cleanba_impala --compile --cudagraphs --amp bf16,", "sac_continuous_action_torchcompile,"
+    assert text.index(f"[round 1] {fastest}") < text.index(f"[round 1] {plain}") < text.index(f"[round 2] {fastest}")
 
 
 class AtTheFirstLogPoint:

@@ -209,9 +209,7 @@ def measure(
 
     The order turns around with every round, but for this: what counts most comes first.
     """
-    families = [measured_contenders(plan, device) for plan in plans]
-    results.labels = [[contender.label for contender in family] for family in families]
-    turns = [(plan, contender) for plan, family in zip(plans, families, strict=True) for contender in family]
+    turns = [(plan, contender) for plan in plans for contender in measured_contenders(plan, device)]
     turns.sort(key=lambda turn: not counts_most(*turn))
     lasted: dict[str, float] = {}
     for seed in range(1, rounds + 1):
@@ -223,7 +221,10 @@ def measure(
                 continue
             if plan.pool is not None and plan.pool not in heard:
                 heard.add(plan.pool)
-                results.envpool.append(plan.pool.measure())
+                try:
+                    results.envpool.append(plan.pool.measure())
+                except SystemExit as end:
+                    print(f"EnvPool alone failed ({end.code})", file=sys.stderr, flush=True)
             print(f"[round {seed}] {contender.label}, {deadline.seconds_left:.0f} s left", flush=True)
             start = time.monotonic()
             with GpuLoad(device) as load:
@@ -335,12 +336,12 @@ def take_apart(plans: Sequence[Plan], deadline: Deadline, results: "Results") ->
 class Results:
     """What is known so far; ``write`` leaves it in ``out`` as gpu.json and table.md."""
 
-    def __init__(self, out: Path, device: torch.device, plans: Sequence[Plan] = ()) -> None:
+    def __init__(self, out: Path, device: torch.device, plans: Sequence[Plan]) -> None:
         self._out, self._device = out, device
         self._plans = plans
+        self._labels = [[contender.label for contender in measured_contenders(plan, device)] for plan in plans]
+        """of each plan, the plainest first"""
         self.checks: list[dict] = []
-        self.labels: list[list[str]] = []
-        """of each algorithm, the reference first"""
         self.trials: list[Trial] = []
         self.load: list[list[tuple[float, float, float]]] = []
         """of each trial"""
@@ -371,7 +372,7 @@ class Results:
         return {
             **benchmark_record("gpu", self._device),
             "checks": self.checks,
-            "rows": [row for labels in self.labels for row in compare.summarize(self.trials, labels)],
+            "rows": [row for labels in self._labels for row in compare.summarize(self.trials, labels)],
             "runs": [{**asdict(trial), "load": load} for trial, load in zip(self.trials, self.load, strict=True)],
             "envpool": self.envpool,
             "parts": self.parts,
@@ -386,7 +387,7 @@ class Results:
         """The checks that failed, a table of speeds for each algorithm, and the parts."""
         failed = [row for row in self.checks if not row["passed"]]
         pieces = [describe_machine(benchmark_record("gpu", self._device)["machine"])]
-        for plan, labels in zip(self._plans, self.labels, strict=True):
+        for plan, labels in zip(self._plans, self._labels, strict=True):
             rows = [row for row in compare.summarize(self.trials, labels) if row["sps"] or row["failures"]]
             if rows:
                 pieces.append(compare.render_table(rows))
@@ -401,7 +402,7 @@ class Results:
 
     def draw(self) -> None:
         """gpu.png: bars of steps per second, one panel an algorithm; load.png; parts.png and parts_atari.png."""
-        measured = [labels for labels in self.labels if any(trial.label in labels for trial in self.trials)]
+        measured = [labels for labels in self._labels if any(trial.label in labels for trial in self.trials)]
         if measured:
             draw_speeds(self.trials, measured).savefig(self._out / "gpu.png")
         if any(self.load):

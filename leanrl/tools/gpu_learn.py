@@ -34,7 +34,7 @@ class Task:
 
     def is_learned(self, run_dir: Path) -> bool:
         """Whether what a run has logged so far is enough."""
-        points = read_metrics(run_dir) if (run_dir / "metrics.jsonl").exists() else []
+        points = read_metrics(run_dir)
         if self.stop_at is not None and points and points[-1]["global_step"] >= self.stop_at:
             return True
         reached = last_episodes(points)

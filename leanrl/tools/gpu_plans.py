@@ -74,17 +74,21 @@ def off_policy(script: str) -> Plan:
     )
 
 
+# Two rollouts, with four updates each. The optimisers' first steps are as long in directions in which the gradient is
+# only rounding; with the scripts' own learning rates they can lead to other actions in the second rollout (IMPALA on a
+# CPU, compiled beside eager: 6e-2 of the way, and 3e-5 with this one).
+GAMES_CHECK = ("--learning-rate=1e-5",)
 CLEANBA_ENVS = SebulbaArgs.local_num_envs * SebulbaArgs.num_actor_threads
 
 
-def cleanba(script: str, num_steps: int, iterations: tuple[int, int], check_flags: tuple[str, ...]) -> Plan:
+def cleanba(script: str, num_steps: int, iterations: tuple[int, int], check_flags: tuple[str, ...] = ()) -> Plan:
     """A distributed script's, actor threads and learner on one GPU; ``num_steps`` is its default."""
     batch_size = CLEANBA_ENVS * num_steps
     return Plan(
         None,
         tuple(f"{script}:{mode}" for mode in MODES),
         # In the shapes that are measured, which the compiler's cache then has.
-        (*check_flags, f"--checkpoint-every={batch_size}", f"--total-timesteps={2 * batch_size}"),
+        (*GAMES_CHECK, *check_flags, f"--checkpoint-every={batch_size}", f"--total-timesteps={2 * batch_size}"),
         steps=(iterations[0] * batch_size, iterations[1] * batch_size),
         bf16_modes=(f"{script}:compile+cudagraphs",),
         pool=Pool(CLEANBA_ENVS, "cleanba"),
@@ -108,17 +112,14 @@ PLANS: dict[Algorithm, Plan] = {
     "ppo_atari": Plan(
         "ppo_atari_envpool",
         modes_of("ppo_atari_envpool", onegraph=True),
-        # Two rollouts, with four updates each: 1e-3 of the way between compiled and eager on a CPU.
-        ("--update-epochs=1", "--checkpoint-every=1024", "--total-timesteps=2048"),
+        (*GAMES_CHECK, "--update-epochs=1", "--checkpoint-every=1024", "--total-timesteps=2048"),
         steps=(10_240, 40_960),
         bf16_modes=("ppo_atari_envpool_onegraph:compile+cudagraphs",),
         part_modes=tuple(f"ppo_atari_envpool_{rung}:compile+cudagraphs" for rung in ("torchcompile", "onegraph")),
         pool=Pool(8, "cleanrl"),
     ),
     "cleanba_ppo": cleanba("cleanba_ppo", 128, iterations=(3, 8), check_flags=("--update-epochs=1",)),
-    # RMSProp's first steps are as long in directions in which the gradient is only rounding; with its own learning rate
-    # they lead to other actions in the second rollout (6e-2 of the way on a CPU, 3e-5 with this one).
-    "cleanba_impala": cleanba("cleanba_impala", 20, iterations=(20, 60), check_flags=("--learning-rate=1e-5",)),
+    "cleanba_impala": cleanba("cleanba_impala", 20, iterations=(20, 60)),
     "dqn": Plan(
         "dqn",
         modes_of("dqn", onegraph=False),
