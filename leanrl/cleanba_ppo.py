@@ -13,6 +13,7 @@ bootstrapped, and steps that only reset an environment are left out of the loss.
 Layouts, launching and failures: doc/distributed.md
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -320,7 +321,8 @@ LOSS_NAMES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_k
 
 # ------------------------------------------------------------------------------------------------------------ UPDATE
 
-# Rows of one pass of the network over observations for their values: enough to fill a device, little to remember.
+# Rows at most of one pass of the network over observations for their values: they fill a device, and are little to
+# remember. (A single step of more environments than that is one pass all the same.)
 VALUE_ROWS = 1024
 
 
@@ -352,7 +354,7 @@ def fill_targets(batch: Batch, get_value: Callable[[torch.Tensor], torch.Tensor]
         chunk: steps of one call.
     """
     rollout, num_steps = batch.rollout, len(batch.values)
-    # Calls of one shape; the last chunk ends at the end, so that it may compute some values again.
+    # Calls of one shape; the last chunk ends at the end, so that it may compute a few values again.
     for first in [*range(0, num_steps - chunk, chunk), num_steps - chunk]:
         values = get_value(rollout.obs[first : first + chunk].flatten(0, 1))
         batch.values[first : first + chunk] = values.view(chunk, -1)
@@ -376,8 +378,8 @@ def make_update(agent: nn.Module, optimizer: FlatAdam, shards: Shards, args: Arg
     streams = Streams(args.seed, PERMUTATIONS)
     # The mean over shards and accumulated parts of losses that are means themselves.
     scale = 1.0 / (shards.total * args.gradient_accumulation_steps)
-    num_steps, num_envs = batches[0].advantages.shape
-    chunk = min(max(1, VALUE_ROWS // num_envs), num_steps + 1)
+    num_steps, num_envs = batches[0].values.shape
+    chunk = math.ceil(num_steps / math.ceil(num_steps * num_envs / VALUE_ROWS))
 
     def get_value(obs: torch.Tensor) -> torch.Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=args.amp == "bf16"):
