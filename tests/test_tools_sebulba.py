@@ -9,7 +9,7 @@ import torch
 
 import leanrl.cleanba_ppo as ppo
 from leanrl.support.errors import UsageError
-from leanrl.tools import benchmark, plan_layout, reproduce, timeline
+from leanrl.tools import benchmark, plan_layout, plot, reproduce, timeline
 from leanrl.tools.trials import REPOSITORY
 
 TEMPLATE = REPOSITORY / "leanrl" / "tools" / "cleanba.slurm"
@@ -22,8 +22,10 @@ def run_dir(tmp_path):
         {"learner 0 (rank 0)": [["wait for rollouts", 13.0, 13.5], ["update", 13.5, 14.0]]},
     ]
     lines = [json.dumps({"update": i, "global_step": i, "spans": s}) + "\n" for i, s in enumerate(spans)]
-    (tmp_path / "timeline.jsonl").write_text("".join(lines) + '{"torn')
-    return tmp_path
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "timeline.jsonl").write_text("".join(lines) + '{"torn')
+    (tmp_path / "run" / "args.json").write_text("{}")
+    return tmp_path / "run"
 
 
 def test_timeline_counts_and_draws(run_dir, capsys):
@@ -31,9 +33,12 @@ def test_timeline_counts_and_draws(run_dir, capsys):
     assert spans["learner 0 (rank 0)"][2] == ("wait for rollouts", 3.0, 3.5)
     assert [round(part, 3) for *_, part in timeline.shares(spans)] == [0.375, 0.625]
     assert timeline.read_spans(run_dir, 1)["learner 0 (rank 0)"][0] == ("wait for rollouts", 0.0, 0.5)
-    assert timeline.main(timeline.Args(run_dir)) == 0
+    assert plot.main(plot.Args(runs=(str(run_dir),), timeline=10)) == 0
     assert (run_dir / "timeline.png").stat().st_size > 5_000
     assert "62%" in capsys.readouterr().out
+    out = run_dir / "deep" / "who_waits"
+    assert plot.main(plot.Args(runs=(str(run_dir.parent),), timeline=1, out=out)) == 0
+    assert out.with_suffix(".png").stat().st_size > 5_000 and "50%" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("content", [None, "", "{}\n", "garbage\n", '{"spans": 3}\n'])
@@ -42,6 +47,14 @@ def test_timeline_of_what_has_none(tmp_path, content):
         (tmp_path / "timeline.jsonl").write_text(content)
     with pytest.raises(UsageError, match=r"timeline\.jsonl"):
         timeline.read_spans(tmp_path, 10)
+
+
+def test_a_timeline_is_one_runs(run_dir, tmp_path):
+    for runs, reason in (((), "name some"), ((str(run_dir), str(run_dir)), "there are 2 runs")):
+        with pytest.raises(UsageError, match=reason):
+            plot.main(plot.Args(runs=runs, timeline=10, out=tmp_path / "picture"))
+    with pytest.raises(UsageError, match="--timeline 0: must be at least 1"):
+        plot.main(plot.Args(runs=(str(run_dir),), timeline=0))
 
 
 COMMAND = ("leanrl/cleanba_ppo.py", "--device", "cpu")
