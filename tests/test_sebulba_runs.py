@@ -336,6 +336,15 @@ def test_ranks_that_do_not_fit_the_layout(capsys, tmp_path, monkeypatch):
     assert "3 processes were started, but this layout has 2 a group" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flags", [["--env-id=CartPol-v1"], ["--torso=nature"], [f"--seed={2**32}"]], ids=" ".join)
+def test_a_rank_refuses_before_anything_is_written(capsys, monkeypatch, tmp_path, flags):
+    """As under torchrun, which starts ranks without a launcher of ours."""
+    assert run_alone(monkeypatch, "cleanba_ppo", *tiny(tmp_path / "runs"), *flags) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"cleanba_ppo.py: {flags[0].replace('=', ' ')}: ") and err.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_launcher_refuses_in_one_line(tmp_path):
     """What a process of the run finds out is told once, too."""
     (tmp_path / "run").mkdir()

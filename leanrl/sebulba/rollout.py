@@ -37,9 +37,7 @@ class Rollout:
 
     buffer: torch.Tensor  # [bytes] uint8
     header: torch.Tensor  # [len(Header)] float64
-    obs: (
-        torch.Tensor
-    )  # [T + 1, n, ...] in the environment's type; where step t ended an episode, obs[t + 1] is its last
+    obs: torch.Tensor  # [T + 1, n, ...] in the environment's type; after the end of an episode, its last one
     actions: torch.Tensor  # [T, n] int64
     logprobs: torch.Tensor  # [T, n] of the actions under the policy that chose them
     rewards: torch.Tensor  # [T, n] what is learned from (clipped, on Atari)

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import tyro
 
-from leanrl.support.errors import UsageError, bad, changed_fields, flag
+from leanrl.support.errors import UsageError, bad, changed_fields
 
 MAY_CHANGE_ON_RESUME = {"total_timesteps", "device", "compile", "cudagraphs", "track", "checkpoint_every", "resume"}
 
@@ -122,6 +122,3 @@ def run_script(main: Callable[[Args], None], args_type: type[Args], script_file:
         line = " ".join(str(error).split())  # messages of libraries may have several lines
         print(f"{Path(script_file).name}: {line}", file=sys.stderr)
         raise SystemExit(2) from None
-
-
-__all__ = ["RunArgs", "flag", "parse_args", "read_args_json", "restarted", "run_directory", "run_script"]
