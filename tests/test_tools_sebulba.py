@@ -9,7 +9,7 @@ import torch
 
 import leanrl.cleanba_ppo as ppo
 from leanrl.support.errors import UsageError
-from leanrl.tools import benchmark, plan_layout, plot, reproduce, timeline
+from leanrl.tools import benchmark, plan_layout, plot, reproduce, timeline, trials
 from leanrl.tools.trials import REPOSITORY
 
 TEMPLATE = REPOSITORY / "leanrl" / "tools" / "cleanba.slurm"
@@ -126,6 +126,18 @@ def test_benchmark_refuses_a_bad_template(tmp_path):
 def test_reproduce_refuses(changes, message):
     with pytest.raises(UsageError, match=f"^{message}"):
         reproduce.main(reproduce.Args(**changes))
+
+
+def test_groups_start_as_slurms_tasks_and_one_that_fails_is_told(tmp_path, capfd):
+    tell = (
+        "import os, sys, pathlib; pathlib.Path(sys.argv[1], os.environ['SLURM_PROCID']).write_text(repr(sys.argv[2:]))"
+    )
+    environ = "assert os.environ['SLURM_NTASKS'] == '2' and os.environ['SLURM_JOB_ID'].isdigit()"
+    trials.run_groups("a0-l0-d2", [sys.executable, "-c", f"{tell}; {environ}", str(tmp_path)], 2)
+    assert [(tmp_path / number).read_text() for number in "01"] == ["['--distributed']"] * 2
+    with pytest.raises(SystemExit) as end:
+        trials.run_groups("a0-l0-d1", [sys.executable, "-c", "import sys; sys.exit(len(sys.argv) + 2)"], 1)
+    assert end.value.code == 3 and capfd.readouterr().err == "a0-l0-d1: ended with exit code 3\n"
 
 
 # -------------------------------------------------------------------------------------------------------------- PLANS

@@ -12,8 +12,6 @@ links are not measured: --link-gbytes is taken for messages between GPUs and bet
 """
 
 import math
-import os
-import random
 import subprocess
 import sys
 import tempfile
@@ -38,7 +36,7 @@ from leanrl.support.devices import available_cores, set_cpu_numerics
 from leanrl.support.errors import UsageError, bad, require_at_least, require_positive
 from leanrl.support.run import synchronize, write_json_atomically
 from leanrl.tools.common import benchmark_record, describe_machine, fresh_folder, markdown_table, run_tool
-from leanrl.tools.trials import REPOSITORY, SCRIPTS, read_json
+from leanrl.tools.trials import SCRIPTS, read_json, run_groups
 
 # Up to 128 devices.
 LAYOUTS = (
@@ -300,26 +298,14 @@ def recommend(predictions: Sequence[Prediction], parts: Parts, cores: int) -> li
 
 
 def run_layout(text: str, args: Args, script_args, folder: Path) -> float:
-    """Runs a layout here, all groups on this machine; returns its steps per second. RuntimeError where it fails."""
+    """Runs a layout here, all groups on this machine; returns its steps per second. SystemExit where it fails."""
     actors, learners, num_groups = parse_layout(text)
     num_envs = script_args.local_num_envs * script_args.num_actor_threads * len(actors) * num_groups
     total = args.check_updates * num_envs * script_args.num_steps
     command = [sys.executable, str(SCRIPTS / f"{args.script}.py"), *args.script_args]
     command += ["--actor-device-ids", *map(str, actors), "--learner-device-ids", *map(str, learners)]
     command += [f"--total-timesteps={total}", "--runs-dir", str(folder), "--run-name", text.replace(",", "")]
-    path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
-    environ = {**os.environ, "PYTHONPATH": path}
-    if num_groups > 1:
-        command.append("--distributed")
-        job = {"SLURM_JOB_ID": str(random.randrange(10**6)), "SLURM_STEP_NODELIST": "localhost"}
-        environ |= {**job, "SLURM_NTASKS": str(num_groups)}
-    tasks = [
-        subprocess.Popen(command, env={**environ, "SLURM_PROCID": str(i)}, stdout=subprocess.DEVNULL)
-        for i in range(num_groups)
-    ]
-    codes = [task.wait() for task in tasks]
-    if any(codes):
-        raise RuntimeError(f"{text} ended with exit code {max(codes, key=abs)}")
+    run_groups(text, command, num_groups)
     return read_json(folder / text.replace(",", "") / "summary.json")["sps"]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -280,7 +281,6 @@ def run_child(
     Returns:
         its exit code, and the most memory that it held (None where it ended at once or the system does not tell).
     """
-    path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
     # In a process group of its own, Ctrl-C reaches the child through `stop` only: not while it imports, which would
     # print a traceback, and not the compilers that it has started.
     with nullcontext() if output is None else open(output, "wb") as file:
@@ -289,7 +289,7 @@ def run_child(
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file and subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": path},
+            env=child_environ(),
             process_group=0,
         )
     peak = None
@@ -304,6 +304,40 @@ def run_child(
     finally:
         if child.poll() is None:
             stop(child)
+
+
+def child_environ() -> dict[str, str]:
+    """The environment of a child that is to find this repository's modules."""
+    path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def run_groups(name: str, command: Sequence[str], num_groups: int) -> None:
+    """Runs a distributed script's ``command``, all groups on this machine: of several, each as SLURM would start it.
+
+    Raises:
+        SystemExit: the run, which is told as ``name``, ended with another exit code than 0; with that one.
+    """
+    environ = child_environ()
+    if num_groups > 1:
+        # Ports go by job number.
+        job = {"SLURM_JOB_ID": str(random.randrange(10**6)), "SLURM_STEP_NODELIST": "localhost"}
+        environ |= {**job, "SLURM_NTASKS": str(num_groups)}
+        command = [*command, "--distributed"]
+    tasks = [
+        subprocess.Popen(command, env={**environ, "SLURM_PROCID": str(number)}, stdout=subprocess.DEVNULL)
+        for number in range(num_groups)
+    ]
+    try:
+        codes = [task.wait() for task in tasks]
+    finally:
+        for task in tasks:
+            if task.poll() is None:
+                task.terminate()
+                task.wait()
+    if code := max(map(abs, codes)):
+        print(f"{name}: ended with exit code {code}", file=sys.stderr)
+        raise SystemExit(code)
 
 
 def peak_memory_mb(pid: int) -> float | None:
