@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,7 +80,7 @@ class Trial:
     metrics: list[dict] = field(default_factory=list)
     """the log points without losses"""
     peak_memory_mb: float | None = None
-    """the most memory that the run's process held in RAM, in 10**6 bytes; None where the system does not tell"""
+    """the most memory that the run's processes held in RAM, in 10**6 bytes; None where the system does not tell"""
 
     def read(self) -> None:
         """Takes over what the run has left in its directory so far."""
@@ -298,7 +298,8 @@ def run_child(
             try:
                 return child.wait(MEMORY_SECONDS), peak
             except subprocess.TimeoutExpired:
-                peak = peak_memory_mb(child.pid) or peak
+                # Of all looks: a launcher outlives its ranks.
+                peak = max(filter(None, (peak, peak_memory_mb(child.pid))), default=None)
             if deadline is not None and deadline.seconds_left <= 0:
                 stop(child)
     finally:
@@ -343,15 +344,31 @@ def run_groups(name: str, command: Sequence[str], num_groups: int) -> None:
 def peak_memory_mb(pid: int) -> float | None:
     """The most that a running process has held in RAM so far, in 10**6 bytes; None once it has ended, or off Linux.
 
-    Not what os.wait4 says at the end: that is at least what this process holds, which the child had before its exec,
-    and counts the compilers that the child has waited for.
+    With the ranks of a distributed script, which its launcher starts with its own flags. Not what os.wait4 says at the
+    end: that is at least what this process holds, which the child had before its exec, and counts the compilers that
+    the child has waited for.
     """
+    folder = Path(f"/proc/{pid}")
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
+        peak, flags = own_peak_memory(folder), command_of(folder)[2:]
+        children = [Path("/proc", child) for child in (folder / "task" / str(pid) / "children").read_text().split()]
     except OSError:
         return None
-    kibibytes = re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
-    return int(kibibytes[1]) * 1024 / 1e6 if kibibytes else None
+    for child in children:
+        with suppress(OSError):  # it may have ended meanwhile
+            peak += own_peak_memory(child) if command_of(child)[2:] == flags else 0.0
+    return peak or None
+
+
+def own_peak_memory(folder: Path) -> float:
+    """The most that the process of a folder in /proc has held, in 10**6 bytes; 0 for one that has ended."""
+    kibibytes = re.search(r"^VmHWM:\s+(\d+) kB$", (folder / "status").read_text(), re.MULTILINE)
+    return int(kibibytes[1]) * 1024 / 1e6 if kibibytes else 0.0
+
+
+def command_of(folder: Path) -> list[str]:
+    """The command line of the process of a folder in /proc."""
+    return (folder / "cmdline").read_text().split("\0")
 
 
 def stop(child: subprocess.Popen) -> None:
