@@ -204,6 +204,8 @@ for operation, size in ((send, sizes[0]), (dist.all_reduce, sizes[1])):
             seconds.append(time.perf_counter() - start)
         if rank == 0:
             print(max(n, 4), sorted(seconds[2:])[repeats // 2])
+dist.barrier()
+dist.destroy_process_group()  # whose threads must not outlive the interpreter
 """
 
 
