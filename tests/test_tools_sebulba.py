@@ -3,6 +3,7 @@
 import json
 import shlex
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -142,11 +143,13 @@ def test_groups_start_as_slurms_tasks_and_one_that_fails_is_told(tmp_path, capfd
 
 # -------------------------------------------------------------------------------------------------------------- PLANS
 
+UPDATE = ((24, plan_layout.Cost(2.0, 2.0)), (48, plan_layout.Cost(4.0, 4.0)))
 PARTS = plan_layout.Parts(
     inference=0.6,
     emulation=0.4,
     rollout=plan_layout.Cost(1.0, 1.0),
-    update=((24, plan_layout.Cost(2.0, 2.0)), (48, plan_layout.Cost(4.0, 4.0))),
+    update=UPDATE,
+    update_alone=UPDATE,
     message=(0.0, 1e-6),
     reduction=(0.0, 1e-7),
     rollout_bytes=10_000,
@@ -155,9 +158,9 @@ PARTS = plan_layout.Parts(
 )
 
 
-def predicted(layout, cores=16, machines=1, **flags):
+def predicted(layout, cores=16, machines=1, parts=PARTS, **flags):
     args = ppo.Args(**{"device": "cpu", "local_num_envs": 48, "num_actor_threads": 1, **flags})
-    return plan_layout.predict(layout, PARTS, args, cores, machines, link_gbytes=1.0)
+    return plan_layout.predict(layout, parts, args, cores, machines, link_gbytes=1.0)
 
 
 def test_a_plan_adds_up():
@@ -171,6 +174,12 @@ def test_a_plan_adds_up():
     assert two.sps == pytest.approx(48 * 128 / 3.44)
     apart = predicted("a0-l1-d1")
     assert apart.seconds["transfer"] == pytest.approx(0.48 + 1.0) and apart.devices == 2
+
+
+def test_a_plan_knows_that_a_learner_alone_takes_more_threads():
+    parts = replace(PARTS, update_alone=((24, plan_layout.Cost(1.5, 3.0)), (48, plan_layout.Cost(3.0, 6.0))))
+    seconds = [predicted(layout, parts=parts).seconds["update"] for layout in ("a0-l0-d1", "a0-l1-d1", "a0-l0-d2")]
+    assert seconds == [3.0, 4.0, 4.0]
 
 
 def test_a_plan_knows_the_cores_and_the_lag():
@@ -194,6 +203,7 @@ def test_the_parts_of_a_plan_are_measured(tmp_path, capsys):
     record = json.loads((tmp_path / "plan_layout.json").read_text())
     assert [p["layout"] for p in record["predictions"]] == ["a0-l0-d1"] and record["predictions"][0]["sps"] > 0
     parts = record["parts"]
+    assert parts["update_alone"] == parts["update"]  # minibatches of 32 rows take one thread
     assert all(parts[name] > 0 for name in ("inference", "emulation", "rollout_bytes", "params", "steps"))
     assert "Fastest: a0-l0-d1" in out
 

@@ -11,6 +11,7 @@ like this one for each group, except those that --check runs: they are planned a
 links are not measured: --link-gbytes is taken for messages between GPUs and between machines.
 """
 
+import itertools
 import math
 import subprocess
 import sys
@@ -21,12 +22,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
+import numpy as np
 import torch
 import tyro
 
 from leanrl.sebulba.actor import ActorThread
 from leanrl.sebulba.algorithm import Shards
-from leanrl.sebulba.args import resolve_devices, validate_runtime
+from leanrl.sebulba.args import learner_threads, resolve_devices, validate_runtime
 from leanrl.sebulba.collectives import sum_in_order
 from leanrl.sebulba.environments import make_pool
 from leanrl.sebulba.layout import Layout, parse_layout
@@ -88,6 +90,8 @@ class Parts:
     rollout: Cost
     update: tuple[tuple[int, Cost], tuple[int, Cost]]
     """(environments, cost) of an update, twice"""
+    update_alone: tuple[tuple[int, Cost], tuple[int, Cost]]
+    """likewise, on as many threads as a learner takes that is the only process"""
     message: tuple[float, float]
     """latency in seconds, and seconds a byte, from process to process"""
     reduction: tuple[float, float]
@@ -98,9 +102,9 @@ class Parts:
     steps: int
     """optimiser steps of an update"""
 
-    def update_of(self, num_envs: int) -> Cost:
+    def update_of(self, num_envs: int, alone: bool) -> Cost:
         """The cost of an update on so many environments: a straight line through the two that were measured."""
-        (n0, c0), (n1, c1) = self.update
+        (n0, c0), (n1, c1) = self.update_alone if alone else self.update
         weight = (num_envs - n0) / (n1 - n0)
         return Cost(*(max(a + weight * (b - a), 0.2 * a) for a, b in zip(c0, c1, strict=True)))
 
@@ -134,7 +138,8 @@ def timed(fn, repeats: int, device: torch.device) -> Cost:
 def measure(args: Args, module, script_args, device: torch.device) -> Parts:
     """Measures every part, in this process and, for messages, in two others."""
     script_args.num_envs = num_envs = script_args.local_num_envs
-    set_cpu_numerics(script_args.num_threads or 1)
+    num_threads = script_args.num_threads or 1
+    set_cpu_numerics(num_threads)
     layout = Layout((0,), (0,), 1, 1, num_envs)
     env_threads = script_args.env_threads or max(1, available_cores() // script_args.num_actor_threads)
     pool = make_pool(script_args.env_id, range(num_envs), script_args.seed, script_args.protocol, env_threads)
@@ -152,9 +157,13 @@ def measure(args: Args, module, script_args, device: torch.device) -> Parts:
     header = piece.read_header()
     pool.close()
 
-    sizes = [max(1, num_envs // 2), num_envs]
-    updates = []
-    for size in sizes:
+    threads_alone = num_threads
+    if device.type == "cpu":
+        one_process = Layout((0,), (0,), 1, script_args.num_actor_threads, num_envs)
+        threads_alone = learner_threads(script_args, one_process, is_image=space.dtype == np.uint8)
+    updates = {}
+    for threads, size in itertools.product({num_threads, threads_alone}, (max(1, num_envs // 2), num_envs)):
+        torch.set_num_threads(threads)
         shard = Rollout.allocate(script_args.num_steps, size, space.shape, piece.obs.dtype, device)
         for target, filled in zip(shard.columns(), piece.columns(), strict=True):
             target.copy_(filled[:, :size])
@@ -162,17 +171,20 @@ def measure(args: Args, module, script_args, device: torch.device) -> Parts:
         optimizer = module.make_optimizer(learner, script_args)
         update = module.make_update(learner, optimizer, Shards([0], [shard], 1, sum_in_order), script_args, device)
         update.warm_up()
-        updates.append((size, timed(lambda update=update: update.run(1), args.repeats, device)))
+        cost = timed(lambda update=update: update.run(1), args.repeats, device)
+        updates[threads] = (*updates.get(threads, ()), (size, cost))
     params = len(optimizer.params)
     num_bytes = len(piece.buffer)
-    message, reduction = measure_links(num_bytes, 4 * params, args.repeats)
     if device.type == "cuda":  # what two processes on a CPU do says nothing about GPUs
         message = reduction = (20e-6, 1 / (1e9 * args.link_gbytes))
+    else:
+        message, reduction = measure_links(num_bytes, 4 * params, args.repeats)
     return Parts(
         inference=header.inference + header.device_to_host,
         emulation=header.env_step,
         rollout=rollout,
-        update=tuple(updates),
+        update=updates[num_threads],
+        update_alone=updates[threads_alone],
         message=message,
         reduction=reduction,
         rollout_bytes=num_bytes // num_envs,
@@ -239,7 +251,7 @@ def predict(text: str, parts: Parts, script_args, cores: int, machines: int, lin
     layout = Layout(actors, learners, num_groups, threads, local)
     groups = math.ceil(num_groups / machines)
     num_threads, num_learners = groups * len(actors) * threads, groups * len(learners)
-    update = parts.update_of(layout.num_envs // layout.num_learners)
+    update = parts.update_of(layout.num_envs // layout.num_learners, alone=len(layout.parts) == 1)
     rollout = max(parts.rollout.wall, num_threads * parts.rollout.cores / cores)
     if script_args.device != "cpu":  # the threads of a device share it
         rollout = max(rollout, threads * parts.inference)
