@@ -1,9 +1,10 @@
-"""Hyperparameters: those of the algorithms' sources, and the same in both rungs."""
+"""Hyperparameters and initialisation: those of the algorithms' sources, and the same in both rungs."""
 
 import importlib
 from dataclasses import fields
 
 import pytest
+import torch
 from scripts import REFERENCES
 
 PPO = {"gamma": 0.99, "gae_lambda": 0.95, "update_epochs": 10, "num_minibatches": 32, "num_steps": 2048, "num_envs": 1}
@@ -46,3 +47,37 @@ def test_both_rungs_have_the_same(script):
     reference, fast = defaults(script), defaults(f"{script}_torchcompile")
     assert reference.items() <= fast.items()
     assert fast.keys() - reference.keys() <= LEVERS and {"compile", "cudagraphs"} <= fast.keys()
+
+
+def assert_orthogonal(layers, gains):
+    """Singular values of each layer's matrix are all its gain, and biases are 0."""
+    for layer, gain in zip(layers, gains, strict=True):
+        values = torch.linalg.svdvals(layer.weight.detach().flatten(1))
+        torch.testing.assert_close(values, torch.full_like(values, gain), rtol=1e-4, atol=0)
+        assert not layer.bias.any()
+
+
+@pytest.mark.parametrize("script", ["ppo_continuous_action", "ppo_continuous_action_torchcompile"])
+def test_ppo_starts_orthogonal(script):
+    agent = importlib.import_module(f"leanrl.{script}").Agent(17, 6)
+    assert_orthogonal(agent.actor_mean[::2], (2**0.5, 2**0.5, 0.01))
+    assert_orthogonal(agent.critic[::2], (2**0.5, 2**0.5, 1.0))
+    assert not agent.actor_logstd.any()
+
+
+def test_atari_starts_orthogonal():
+    """The fast rung's network computes what this one does: test_ppo_atari.py."""
+    agent = importlib.import_module("leanrl.ppo_atari_envpool").Agent(4)
+    layers = [layer for layer in agent.network if hasattr(layer, "weight")]
+    assert_orthogonal([*layers, agent.actor, agent.critic], (*[2**0.5] * 4, 0.01, 1.0))
+
+
+@pytest.mark.parametrize("script", ["cleanba_ppo", "cleanba_impala"])
+def test_distributed_agents_start_orthogonal(script):
+    module = importlib.import_module(f"leanrl.{script}")
+    vector = module.VectorAgent(4, 2)
+    assert_orthogonal(vector.actor[::2], (2**0.5, 2**0.5, 0.01))
+    assert_orthogonal(vector.critic[::2], (2**0.5, 2**0.5, 1.0))
+    nature = module.ImageAgent(module.NatureCNN((4, 84, 84)), 512, 18)
+    layers = [layer for layer in nature.torso if hasattr(layer, "weight")]
+    assert_orthogonal([*layers, nature.actor, nature.critic], (*[2**0.5] * 4, 0.01, 1.0))

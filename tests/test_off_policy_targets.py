@@ -14,7 +14,8 @@ from scripts import OFF_POLICY
 import leanrl.dqn as dqn
 import leanrl.sac_continuous_action as sac
 import leanrl.td3_continuous_action as td3
-from leanrl.support.replay import Batch
+from leanrl.support.optim import FlatAdam
+from leanrl.support.replay import Batch, LastStep
 
 # Bounds other than ±1, and different from one dimension to the next.
 LOW, HIGH = np.float32([-3.0, -0.4]), np.float32([3.0, 0.2])
@@ -205,17 +206,26 @@ def test_td3_update_is_the_papers():
         assert_same_way(*networks, tolerance=1e-5)
 
 
-def test_td3_explores_within_the_bounds():
-    """With noise of a tenth of the action scale."""
+@pytest.mark.parametrize("module", scripts_of("td3"), ids=lambda module: module.__name__.split(".")[-1])
+def test_td3_explores_within_the_bounds(module):
+    """With noise of a tenth of the action scale, or of five, which the bounds cut off."""
     torch.manual_seed(0)
-    actor = td3.Actor(OBS_DIM, LOW, HIGH).double()
-    obs = torch.randn(1, OBS_DIM, dtype=torch.float64).expand(20_000, -1)
-    noise = td3.act(actor, obs, td3.Args()) - actor(obs)
-    assert noise.std(0).tolist() == pytest.approx((0.1 * SCALE).tolist(), rel=0.05)
-    actions = td3.act(actor, obs, td3.Args(exploration_noise=5.0))
-    assert actions.amin(0).tolist() == pytest.approx(LOW.tolist()) and actions.amax(0).tolist() == pytest.approx(
-        HIGH.tolist()
-    )
+    actor = module.Actor(OBS_DIM, LOW, HIGH)
+    obs = torch.randn(1, OBS_DIM).expand(20_000, -1)
+
+    def act(**changes):
+        args = module.Args(**changes)
+        if hasattr(module, "act"):
+            return module.act(actor, obs, args)
+        last = LastStep(obs, torch.zeros(len(obs), 2), torch.zeros(len(obs)))
+        return module.make_acting(FlatAdam(actor, lr=0.0, eps=0.0), None, last, args)[1]()
+
+    with torch.no_grad():
+        noise = act() - actor(obs)
+        assert noise.std(0).tolist() == pytest.approx((0.1 * SCALE).tolist(), rel=0.05)
+        actions = act(exploration_noise=5.0)
+    assert actions.amin(0).tolist() == pytest.approx(LOW.tolist())
+    assert actions.amax(0).tolist() == pytest.approx(HIGH.tolist())
 
 
 # --------------------------------------------------------------------------------------------------------------- DQN
