@@ -92,7 +92,7 @@ def validate(args: Args) -> None:
     require_positive(args, "learning_rate", "max_grad_norm", "rho_bar", "c_bar")
     require_unit_interval(args, "gamma")
     if not args.channels or min(args.channels) < 1:
-        raise bad("channels", " ".join(map(str, args.channels)), "needs at least one stage, of at least 1 channel")
+        raise bad("channels", args.channels, "needs at least one stage, of at least 1 channel")
 
 
 def validate_shards(args: Args, layout: Layout) -> None:

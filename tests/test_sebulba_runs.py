@@ -139,12 +139,16 @@ def test_signals_stop_all_ranks_and_resume_continues(tmp_path):
 
 
 @pytest.mark.parametrize("script", DISTRIBUTED)
-def test_resume_restores_all(monkeypatch, tmp_path, script):
+def test_resume_restores_all(monkeypatch, capsys, tmp_path, script):
     flags = tiny(tmp_path, "--total-timesteps=2560")
     assert run_alone(monkeypatch, script, *flags) == 0
     before = newest_checkpoint(tmp_path / "run")[1]
     rows = course(tmp_path / "run")
     assert run_alone(monkeypatch, script, *flags) == 2  # it exists
+    capsys.readouterr()
+    assert run_alone(monkeypatch, script, "--resume", tmp_path / "run", "--learner-device-ids", 0, 1) == 2
+    reason = "--learner-device-ids 0 1: cannot change on --resume, the run was started with 0"
+    assert capsys.readouterr().err == f"{script}.py: {reason}\n"
     assert run_alone(monkeypatch, script, "--resume", tmp_path / "run") == 0
     after = newest_checkpoint(tmp_path / "run")[1]
     assert course(tmp_path / "run") == rows

@@ -100,7 +100,7 @@ def resolve_devices(args: SebulbaArgs) -> torch.device:
             ids = getattr(args, name)
             if max(ids) >= torch.cuda.device_count():
                 there = f"this machine has {torch.cuda.device_count()} CUDA device(s), numbered from 0"
-                raise bad(name, " ".join(map(str, ids)), there)
+                raise bad(name, ids, there)
     return torch.device(device.type)
 
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import tyro
 
-from leanrl.support.errors import UsageError, bad, changed_fields
+from leanrl.support.errors import UsageError, bad, changed_fields, typed
 
 MAY_CHANGE_ON_RESUME = {"total_timesteps", "device", "compile", "cudagraphs", "track", "checkpoint_every", "resume"}
 
@@ -109,7 +109,7 @@ def parse_args(args_type: type[Args], script: str, argv: list[str] | None = None
         args.runs_dir = first.runs_dir
     for name in changed_fields(first, args):
         if name not in MAY_CHANGE_ON_RESUME:
-            was = getattr(first, name)
+            was = typed(getattr(first, name))
             raise bad(name, getattr(args, name), f"cannot change on --resume, the run was started with {was}")
     return args
 

@@ -365,7 +365,7 @@ def main(args: Args) -> int:
             continue
         layouts.append(text)
     if not layouts:
-        raise bad("layouts", " ".join(args.layouts), "none of them fits the script's flags")
+        raise bad("layouts", args.layouts, "none of them fits the script's flags")
 
     print("measuring the parts", flush=True)
     cores = available_cores()

@@ -132,7 +132,7 @@ def ascending(values: Sequence[str]) -> list[str]:
     except ValueError:
         numbers = [math.nan]
     if not all(0 < number < math.inf for number in numbers) or len(set(numbers)) < len(numbers):
-        raise bad("values", " ".join(values), "must be numbers above 0, and none twice")
+        raise bad("values", values, "must be numbers above 0, and none twice")
     return sorted(values, key=float)
 
 

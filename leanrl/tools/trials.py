@@ -199,10 +199,10 @@ def contenders_of(
                 contenders.append(Contender(" ".join([label, *words]), (*command, *words)))
     labels = [contender.label for contender in contenders]
     if "bf16" in amp and not any(label.endswith("--amp bf16") for label in labels):
-        raise bad("amp", " ".join(amp), f"none of --{name} is compiled; bf16 is for those")
+        raise bad("amp", amp, f"none of --{name} is compiled; bf16 is for those")
     for label in labels:
         if labels.count(label) > 1:
-            raise bad(name, " ".join(entries), f"{label} is named more than once")
+            raise bad(name, entries, f"{label} is named more than once")
     return contenders
 
 
@@ -222,7 +222,7 @@ def require_distinct(args, *names: str) -> None:
     for name in names:
         values = getattr(args, name)
         if not values or len(set(values)) < len(values):
-            raise bad(name, " ".join(map(str, values)), "needs at least one, and none twice")
+            raise bad(name, values, "needs at least one, and none twice")
 
 
 # ------------------------------------------------------------------------------------------------------------ RUNNING
