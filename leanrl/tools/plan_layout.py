@@ -106,6 +106,7 @@ class Parts:
         """The cost of an update on so many environments: a straight line through the two that were measured."""
         (n0, c0), (n1, c1) = self.update_alone if alone else self.update
         weight = (num_envs - n0) / (n1 - n0)
+        # Far below both, the line through two noisy numbers may fall under 0.
         return Cost(*(max(a + weight * (b - a), 0.2 * a) for a, b in zip(c0, c1, strict=True)))
 
 
