@@ -349,14 +349,12 @@ def peak_memory_mb(pid: int) -> float | None:
     the child has waited for.
     """
     folder = Path(f"/proc/{pid}")
-    try:
+    peak = 0.0
+    with suppress(OSError):  # not every system tells the children, and they may end meanwhile
         peak, flags = own_peak_memory(folder), command_of(folder)[2:]
-        children = [Path("/proc", child) for child in (folder / "task" / str(pid) / "children").read_text().split()]
-    except OSError:
-        return None
-    for child in children:
-        with suppress(OSError):  # it may have ended meanwhile
-            peak += own_peak_memory(child) if command_of(child)[2:] == flags else 0.0
+        for child in (folder / "task" / str(pid) / "children").read_text().split():
+            if command_of(Path("/proc", child))[2:] == flags:
+                peak += own_peak_memory(Path("/proc", child))
     return peak or None
 
 
@@ -368,7 +366,7 @@ def own_peak_memory(folder: Path) -> float:
 
 def command_of(folder: Path) -> list[str]:
     """The command line of the process of a folder in /proc."""
-    return (folder / "cmdline").read_text().split("\0")
+    return (folder / "cmdline").read_text(errors="replace").split("\0")
 
 
 def stop(child: subprocess.Popen) -> None:
