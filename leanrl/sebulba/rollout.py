@@ -32,8 +32,8 @@ class Header(NamedTuple):
 class Rollout:
     """A piece of a rollout, or a whole shard's; all fields are views of ``buffer``.
 
-    ``rewards[t]`` and the flags describe the transition made by ``actions[t]``, from ``obs[t]`` to ``obs[t + 1]``: where
-    it ended an episode, the true last observation.
+    ``rewards[t]`` and the flags describe the transition made by ``actions[t]``, from ``obs[t]`` to ``obs[t + 1]``,
+    the true last observation where it ended an episode.
     """
 
     buffer: torch.Tensor  # [bytes] uint8

@@ -441,13 +441,14 @@ def draw_timelines(args: Args) -> int:
         raise bad("out", args.out, f"is one picture, and there are {len(run_dirs)} runs; leave it out or name one run")
     for run_dir in run_dirs:
         spans = timeline.read_spans(run_dir, args.timeline)
-        picture = (args.out or run_dir / "timeline").with_suffix(".png")
+        out = args.out or run_dir / "timeline"
+        picture = out.with_name(f"{out.name.removesuffix('.png')}.png")
         figure = timeline.draw(spans, f"{run_dir.resolve().name}: its last iterations")
         try:
-            picture.parent.mkdir(parents=True, exist_ok=True)
+            out.parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(picture)
         except OSError as error:
-            raise bad("out", picture, f"cannot be written ({error.strerror})") from None
+            raise bad("out", out, f"cannot be written ({error.strerror})") from None
         print(f"{timeline.render(timeline.shares(spans))}\n\npicture: {picture}")
     return 0
 
