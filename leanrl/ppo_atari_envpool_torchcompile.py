@@ -14,7 +14,8 @@ What is different (``python -m leanrl.tools.ablate --rows atari`` measures what 
 - a step of the environment costs one call: write to the rollout, act, with random numbers drawn before; with
   ``--num-env-groups 2`` half of the environments play while the others' actions are computed;
 - a minibatch costs one call: gather, loss, gradient by torch.func, clipping and Adam over one flat vector; GAE is a
-  scan.
+  scan;
+- what an update frees on the CPU stays with the process, instead of being asked for again page by page.
 
 The page of this algorithm: doc/algorithms/ppo_atari.md
 """
@@ -33,7 +34,7 @@ from tensordict.nn import CudaGraphModule
 from leanrl.support.atari import CLEANRL, make_atari_envs, whole_games
 from leanrl.support.checkpoints import resumed_step
 from leanrl.support.cli import RunArgs, run_script
-from leanrl.support.devices import available_cores, resolve_device, set_cpu_numerics
+from leanrl.support.devices import available_cores, keep_freed_memory, resolve_device, set_cpu_numerics
 from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
 from leanrl.support.evaluation import record_video, require_video
@@ -440,6 +441,7 @@ def main(args: Args) -> None:
     device = resolve_device(args)
     num_threads = args.num_threads or available_cores()
     set_cpu_numerics(num_threads)
+    keep_freed_memory()
     batch_size = args.num_envs * args.num_steps
     minibatch_size = batch_size // args.num_minibatches
     num_iterations = args.total_timesteps // batch_size

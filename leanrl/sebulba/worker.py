@@ -19,7 +19,7 @@ from leanrl.sebulba.params import ParamsSource
 from leanrl.sebulba.pipeline import Pipeline
 from leanrl.sebulba.rollout import Rollout
 from leanrl.sebulba.status import Status
-from leanrl.support.devices import available_cores, set_cpu_numerics
+from leanrl.support.devices import available_cores, keep_freed_memory, set_cpu_numerics
 from leanrl.support.errors import UsageError
 from leanrl.support.executables import untouched
 from leanrl.support.hub import upload_run
@@ -58,6 +58,7 @@ def work(
         space, num_actions = example.single_observation_space, int(example.single_action_space.n)
         example.close()
         set_cpu_numerics(learner_threads(args, layout, is_image=space.dtype == np.uint8))
+        keep_freed_memory()
         agent = algorithm.make_agent(space, num_actions, args).to(device)
         optimizer = algorithm.make_optimizer(agent, args)
 

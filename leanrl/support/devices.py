@@ -1,5 +1,6 @@
 """Choosing the device and the number of CPU threads; checks of what this machine lacks."""
 
+import ctypes
 import os
 import platform
 import shutil
@@ -8,6 +9,9 @@ from pathlib import Path
 import torch
 
 from leanrl.support.errors import UsageError, bad
+
+# Of glibc's malloc.h.
+M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 
 
 def resolve_device(args) -> torch.device:
@@ -65,6 +69,20 @@ def set_cpu_numerics(num_threads: int) -> None:
     torch.set_flush_denormal(True)
     torch.set_num_threads(num_threads)
     use_onednn_products()
+
+
+def keep_freed_memory() -> None:
+    """Lets the process keep what PyTorch frees on the CPU, instead of giving it back to the operating system.
+
+    An update on images frees and asks again for hundreds of megabytes, every page of which the operating system would
+    clear and map anew. The process then stays as large as it once was. glibc alone has these settings: elsewhere
+    nothing is changed.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_MAX, 0)  # large blocks come from the heap too,
+        libc.mallopt(M_TRIM_THRESHOLD, -1)  # which never shrinks,
+        libc.mallopt(M_ARENA_MAX, 1)  # and which all threads share
 
 
 def use_onednn_products() -> None:

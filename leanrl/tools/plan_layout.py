@@ -218,7 +218,7 @@ for operation, size in ((send, sizes[0]), (dist.all_reduce, sizes[1])):
         if rank == 0:
             print(max(n, 4), sorted(seconds[2:])[repeats // 2])
 dist.barrier()
-dist.destroy_process_group()  # whose threads must not outlive the interpreter
+dist.destroy_process_group()  # left to the end of the process, gloo's threads may still be there and abort it
 """
 
 
