@@ -34,7 +34,7 @@ from leanrl.sebulba.environments import make_pool
 from leanrl.sebulba.layout import Layout, parse_layout
 from leanrl.sebulba.params import ParamsSource
 from leanrl.sebulba.rollout import Rollout
-from leanrl.support.devices import available_cores, set_cpu_numerics
+from leanrl.support.devices import available_cores, keep_freed_memory, set_cpu_numerics
 from leanrl.support.errors import UsageError, bad, require_at_least, require_positive
 from leanrl.support.run import synchronize, write_json_atomically
 from leanrl.tools.common import benchmark_record, describe_machine, fresh_folder, markdown_table, run_tool
@@ -141,6 +141,7 @@ def measure(args: Args, module, script_args, device: torch.device) -> Parts:
     script_args.num_envs = num_envs = script_args.local_num_envs
     num_threads = script_args.num_threads or 1
     set_cpu_numerics(num_threads)
+    keep_freed_memory()
     layout = Layout((0,), (0,), 1, 1, num_envs)
     env_threads = script_args.env_threads or max(1, available_cores() // script_args.num_actor_threads)
     pool = make_pool(script_args.env_id, range(num_envs), script_args.seed, script_args.protocol, env_threads)
