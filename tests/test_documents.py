@@ -44,8 +44,14 @@ def check_script(name: str, flags: list[str]) -> None:
 
 def check_tool(name: str, flags: list[str]) -> None:
     assert name in TOOLS, f"there is no tool {name}"
-    if "--help" not in flags:
-        tyro.cli(importlib.import_module(f"leanrl.tools.{name}").Args, args=flags)
+    if "--help" in flags:
+        return
+    args = tyro.cli(importlib.import_module(f"leanrl.tools.{name}").Args, args=flags)
+    if script_args := getattr(args, "script_args", ()):
+        # Of the scripts that the tool runs; the tool sets what else they need.
+        scripts = next(getattr(args, field) for field in ("scripts", "algorithm", "script") if hasattr(args, field))
+        for entry in [scripts] if isinstance(scripts, str) else scripts:
+            tyro.cli(importlib.import_module(f"leanrl.{entry.split(':')[0]}").Args, args=script_args)
 
 
 def check(command: str) -> None:
