@@ -92,3 +92,17 @@ def test_there_are_commands_everywhere():
 def test_run_sh_lists_every_tool():
     usage = (REPOSITORY / "run.sh").read_text().split("EOF")[1]
     assert set(TOOLS) <= set(re.findall(r"\w+", usage))
+
+
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if path.suffix == ".md"], ids=lambda path: path.name)
+def test_links_lead_somewhere(path):
+    links = re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", path.read_text())
+    assert not [link for link in links if not (path.parent / link).exists()]
+    named = re.findall(r"\b(?:doc|leanrl|tests|requirements)/[\w/]+\.(?:md|py|txt|slurm)\b", path.read_text())
+    assert not [name for name in named if not (REPOSITORY / name).exists() and not (path.parent / name).exists()]
+
+
+@pytest.mark.parametrize("path", sorted(SCRIPTS.rglob("*.py")), ids=lambda path: path.name)
+def test_documents_that_code_names_are_there(path):
+    named = re.findall(r"\b(?:doc|leanrl|tests|requirements)/[\w/.-]+\.(?:md|py|txt)\b", path.read_text())
+    assert not [name for name in named if not (REPOSITORY / name).exists()]
