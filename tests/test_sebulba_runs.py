@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import itertools
 import json
 import re
 import signal
@@ -70,7 +71,9 @@ def test_a_run_and_its_records(monkeypatch, tmp_path, script):
     for line in lines:
         assert set(line["spans"]) == names
         for spans in line["spans"].values():
-            assert all(start <= end for _, start, end in spans) and spans[0][2] == spans[1][1]
+            assert all(start <= end for _, start, end in spans)
+            assert all(before[2] == after[1] for before, after in itertools.pairwise(spans))
+    assert [kind for kind, *_ in lines[0]["spans"]["actor thread 1 (rank 0)"]][1:] == ["wait for parameters", "rollout"]
 
 
 def test_a_saved_agent_plays(monkeypatch, tmp_path):

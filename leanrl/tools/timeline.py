@@ -57,8 +57,10 @@ def draw(spans: Spans, title: str):
     axes = figure.subplots()
     kinds = list(dict.fromkeys(what for part in spans.values() for what, *_ in part))
     looks = {kind: {"facecolor": color, "edgecolor": "white"} for kind, color in zip(kinds, cycle(COLORS[1:]))}
+    waits = [kind for kind in kinds if kind.startswith("wait")]
     looks |= {
-        kind: {**looks[kind], "facecolor": "#d8d8d8", "hatch": "///"} for kind in kinds if kind.startswith("wait")
+        kind: {**looks[kind], "facecolor": "#d8d8d8", "hatch": hatch}
+        for kind, hatch in zip(waits, cycle(("///", "...", "\\\\\\")))
     }
     for row, part in enumerate(spans.values()):
         for kind in kinds:
