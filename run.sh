@@ -100,7 +100,7 @@ bench)
     install "" mujoco
     case $name in
     plot) install dev ;;
-    ablate | scaling | parts_atari | reproduce | benchmark | plan_layout) install envpool ;;
+    ablate | scaling | parts_atari | reproduce | benchmark | plan_layout | gpu) install envpool ;;
     peers) install envpool peers ;;
     *) case "$*" in *envpool* | *atari* | *cleanba*) install envpool ;; esac ;;
     esac

@@ -22,6 +22,7 @@ The page of this algorithm: doc/algorithms/ppo_atari.md
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import gymnasium as gym
@@ -421,29 +422,44 @@ def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray
 # ------------------------------------------------------------------------------------------------------- EXECUTABLES
 
 
-def make_executables(policy_step: Callable, update: Callable, args: Args, device: torch.device):
-    """``policy_step`` and ``update``, compiled and captured as the flags say."""
+def make_executables(policy_step: Callable, update: Callable, args: Args, device: torch.device) -> tuple[Callable, ...]:
+    """``policy_step`` and ``update``, compiled and captured as the flags say, with what moves their inputs around them.
+
+    Returns:
+        ``act(obs)``: what a pool said [n, ...] -> actions [n], both in NumPy's arrays;
+        ``train_epoch(b_inds)``: one update for each minibatch of the rows ``b_inds``; returns the last one's parts.
+    """
     if args.compile:
         policy_step = CompiledStep(policy_step, device)
         update = CompiledStep(update, device)
     if args.cudagraphs:
         policy_step = CudaGraphModule(policy_step, warmup=CUDAGRAPH_WARMUP)
         update = CudaGraphModule(update, warmup=CUDAGRAPH_WARMUP)
-    return policy_step, update
+
+    def act(obs: np.ndarray) -> np.ndarray:
+        return policy_step(torch.from_numpy(obs).to(device)).cpu().numpy()
+
+    return act, partial(each_minibatch, update, args)
+
+
+def each_minibatch(update: Callable, args: Args, b_inds: torch.Tensor) -> torch.Tensor:
+    """Calls ``update`` on the minibatches of ``b_inds``, one after the other; returns the last one's parts."""
+    for mb_inds in b_inds.split(args.num_envs * args.num_steps // args.num_minibatches):
+        parts = update(mb_inds)
+    return parts
 
 
 # -------------------------------------------------------------------------------------------------------------- MAIN
 
 
 @torch.no_grad()
-def main(args: Args) -> None:
+def main(args: Args, make_executables: Callable = make_executables, script_file: str = __file__) -> None:
     validate(args)
     device = resolve_device(args)
     num_threads = args.num_threads or available_cores()
     set_cpu_numerics(num_threads)
     keep_freed_memory()
     batch_size = args.num_envs * args.num_steps
-    minibatch_size = batch_size // args.num_minibatches
     num_iterations = args.total_timesteps // batch_size
     group_size = args.num_envs // args.num_env_groups
     groups = [slice(first, first + group_size) for first in range(0, args.num_envs, group_size)]
@@ -459,28 +475,28 @@ def main(args: Args) -> None:
     seed_everything(args.seed)
     agent = Agent(num_actions).to(device)
     optimizer = FlatAdam(agent, lr=args.learning_rate, eps=1e-5)
-    next_obs = [torch.from_numpy(pool.reset()[0]) for pool in pools]
-    rollout = Rollout.allocate(agent.pack(next_obs[0].to(device)), num_actions, args)
+    next_obs = [pool.reset()[0] for pool in pools]
+    rollout = Rollout.allocate(agent.pack(torch.from_numpy(next_obs[0]).to(device)), num_actions, args)
     policy_step, start_rollout = make_policy_step(agent, rollout, args)
     update = make_update(agent, optimizer, rollout, args)
-    policy_step, update = make_executables(policy_step, update, args, device)
+    act, train_epoch = make_executables(policy_step, update, args, device)
     games = EpisodeStatistics(args.num_envs)
 
     def state_dict() -> dict:
         return {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
 
-    with Run(args, __file__, device, total_steps=num_iterations * batch_size) as run:
+    with Run(args, script_file, device, total_steps=num_iterations * batch_size) as run:
         if run.resumed is not None:
             agent.load_state_dict(run.resumed["agent"])
             optimizer.load_state_dict(run.resumed["optimizer"])
 
         with run.warmup(), untouched([*optimizer.tensors(), rollout.row], device):
-            for _ in range(WARMUP_CALLS if args.compile or args.cudagraphs else 1):
+            for _ in range(WARMUP_CALLS if args.cudagraphs else 1):
                 rollout.row.zero_()
                 torch.set_num_threads(1)
-                policy_step(next_obs[0].to(device))
+                act(next_obs[0])
                 torch.set_num_threads(num_threads)
-                update(torch.arange(minibatch_size, device=device))
+                train_epoch(torch.arange(batch_size, device=device))
 
         # What the environments say, on the CPU until the end of the rollout.
         shape = args.num_steps, args.num_envs
@@ -500,18 +516,17 @@ def main(args: Args) -> None:
             torch.set_num_threads(1)
             start_rollout()
             for pool, obs in zip(pools, next_obs, strict=True):
-                pool.send(policy_step(obs.to(device)).cpu().numpy())
+                pool.send(act(obs))
             for step in range(args.num_steps):
                 for i, (pool, group) in enumerate(zip(pools, groups, strict=True)):
-                    obs, reward, terminated, truncated, infos = pool.recv()
+                    next_obs[i], reward, terminated, truncated, infos = pool.recv()
                     done = terminated | truncated
                     rewards[step, group], terminations[step, group], dones[step, group] = reward, terminated, done
                     scores[step, group], game_ends[step, group] = whole_games(reward, done, infos)
-                    next_obs[i] = torch.from_numpy(obs)
-                    actions = policy_step(next_obs[i].to(device))
+                    actions = act(next_obs[i])
                     # The last observation of the rollout is valued now, and acted upon after the update.
                     if step < args.num_steps - 1:
-                        pool.send(actions.cpu().numpy())
+                        pool.send(actions)
             torch.set_num_threads(num_threads)
             run.global_step += batch_size
 
@@ -523,10 +538,8 @@ def main(args: Args) -> None:
             finish_rollout(rollout, *told, args)
 
             for _ in range(args.update_epochs):
-                b_inds = torch.randperm(batch_size, device=device)
-                for mb_inds in b_inds.split(minibatch_size):
-                    parts = update(mb_inds)
-                    run.optimizer_steps += 1
+                parts = train_epoch(torch.randperm(batch_size, device=device))
+                run.optimizer_steps += args.num_minibatches
                 if args.target_kl is not None and parts[LOSS_NAMES.index("approx_kl")] > args.target_kl:
                     break
 

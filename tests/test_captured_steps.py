@@ -3,12 +3,16 @@
 import importlib
 from contextlib import nullcontext
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from leanrl.sebulba.actor import make_act
+from leanrl.sebulba.algorithm import Shards
+from leanrl.sebulba.rollout import Rollout
 from leanrl.support.optim import FlatAdam
 from leanrl.support.replay import LastStep, Replay
 
@@ -78,7 +82,42 @@ def ppo():
     return [lambda: policy_step(obs), lambda: update(inds)]
 
 
-@pytest.mark.parametrize("make", [td3, sac, dqn, ppo], ids=lambda make: make.__name__)
+def ppo_atari():
+    script = importlib.import_module("leanrl.ppo_atari_envpool_torchcompile")
+    args = script.Args(num_envs=NUM_ENVS, num_steps=4)
+    agent = script.Agent(3).to(META)
+    obs = torch.zeros(NUM_ENVS, 4, 84, 84, dtype=torch.uint8, device=META)
+    rollout = script.Rollout.allocate(agent.pack(obs), 3, args)
+    policy_step, _ = script.make_policy_step(agent, rollout, args)
+    update = script.make_update(agent, script.FlatAdam(agent, lr=1e-3, eps=1e-5), rollout, args)
+    inds = torch.arange(8, device=META)
+    return [lambda: policy_step(obs), lambda: update(inds)]
+
+
+def actor_learner(name: str):
+    """An update's warm-up, which calls all that is captured of it, and the actors' inference."""
+    script = importlib.import_module(f"leanrl.{name}")
+    args = script.Args(num_envs=NUM_ENVS, num_steps=4, num_minibatches=1)
+    space = gym.spaces.Box(0, 255, (4, 20, 20), np.uint8)
+    agent = script.make_agent(space, 3, args).to(META)
+    rollout = Rollout.allocate(args.num_steps, NUM_ENVS, space.shape, torch.uint8, META)
+    shards = Shards([0], [rollout], 1, lambda vectors: vectors[0])
+    update = script.make_update(agent, script.make_optimizer(agent, args), shards, args, META)
+    act = make_act(agent, args.amp, META)
+    return [update.warm_up, lambda: act(rollout.obs[0], torch.zeros(NUM_ENVS, 3, device=META))]
+
+
+def cleanba_ppo():
+    return actor_learner("cleanba_ppo")
+
+
+def cleanba_impala():
+    return actor_learner("cleanba_impala")
+
+
+@pytest.mark.parametrize(
+    "make", [td3, sac, dqn, ppo, ppo_atari, cleanba_ppo, cleanba_impala], ids=lambda make: make.__name__
+)
 @torch.no_grad()
 def test_nothing_leaves_the_device(make, monkeypatch):
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # has no meta device

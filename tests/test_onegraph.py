@@ -21,6 +21,8 @@ SCRIPTS = ["sac_continuous_action", "td3_continuous_action"]
 class FakeStream:
     """Does nothing; writes down what waits for what, and for which of the works that were done before."""
 
+    device = None
+
     def __init__(self, log: list):
         self.log = log
 

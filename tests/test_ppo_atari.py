@@ -1,5 +1,6 @@
 """PPO on Atari: the fast rung computes what the reference computes; Catch, whose every tenth step only resets."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch.nn as nn
 from scripts import run, summary, tiny
 
 import leanrl.ppo_atari_envpool as reference
+import leanrl.ppo_atari_envpool_onegraph as onegraph
 import leanrl.ppo_atari_envpool_torchcompile as fast
 from leanrl.support.envs import EnvPoolVectorEnv, env_seeds
 from leanrl.support.executables import untouched
@@ -19,10 +21,12 @@ NUM_ACTIONS, NUM_STEPS, NUM_ENVS, MINIBATCH = 6, 16, 4, 16
 UPDATES = 50
 
 MODES = {
-    "eager": dict(compile=False, cudagraphs=False),
-    "compile": dict(compile=True, cudagraphs=False),
-    "cudagraphs": dict(compile=False, cudagraphs=True),
-    "compile+cudagraphs": dict(compile=True, cudagraphs=True),
+    "eager": (fast, dict(compile=False, cudagraphs=False)),
+    "compile": (fast, dict(compile=True, cudagraphs=False)),
+    "cudagraphs": (fast, dict(compile=False, cudagraphs=True)),
+    "compile+cudagraphs": (fast, dict(compile=True, cudagraphs=True)),
+    "onegraph cudagraphs": (onegraph, dict(compile=False, cudagraphs=True)),
+    "onegraph compile+cudagraphs": (onegraph, dict(compile=True, cudagraphs=True)),
 }
 LONG = {"compile": {"bf16"}}
 
@@ -51,11 +55,21 @@ def parameters_of(agent: fast.Agent) -> dict[str, torch.Tensor]:
     return found | {f"{n}.{m}": getattr(head, m).detach() for n, head in heads.items() for m in ("weight", "bias")}
 
 
+@pytest.fixture(scope="module")
+def float32_convolutions():
+    """Without TF32, which a GPU uses by default: it has three digits, and the reference computes on the CPU."""
+    settings = torch.backends.cudnn.conv
+    before, settings.fp32_precision = settings.fp32_precision, "ieee"
+    yield
+    settings.fp32_precision = before
+
+
 @pytest.fixture(scope="module", params=cases())
-def rungs(request) -> SimpleNamespace:
+def rungs(request, float32_convolutions) -> SimpleNamespace:
     """Both rungs with the same weights and the same rollout, the fast one compiled or captured once for all tests."""
     mode, amp = request.param
-    args = fast.Args(num_envs=NUM_ENVS, num_steps=NUM_STEPS, amp=amp, learning_rate=1e-4, **MODES[mode])
+    script, levers = MODES[mode]
+    args = script.Args(num_envs=NUM_ENVS, num_steps=NUM_STEPS, amp=amp, learning_rate=1e-4, **levers)
     device = torch.device("cuda", 0) if args.cudagraphs else torch.device("cpu")
     torch.set_num_threads(1)
     torch.manual_seed(3)
@@ -76,7 +90,9 @@ def rungs(request) -> SimpleNamespace:
         rollout = fast.Rollout.allocate(quick.pack(obs[:NUM_ENVS].to(device)), NUM_ACTIONS, args)
         policy_step, start = fast.make_policy_step(quick, rollout, args)
         update = fast.make_update(quick, flat, rollout, args)
-        policy_step, update = fast.make_executables(policy_step, update, args, device)
+        # Epochs of one minibatch, so that parameters can be compared after each.
+        epoch_args = replace(args, num_steps=MINIBATCH // NUM_ENVS, num_minibatches=1)
+        act, update = script.make_executables(policy_step, update, epoch_args, device)
 
         def fill() -> None:
             rollout.obs[:-1] = quick.pack(obs.to(device)).unflatten(0, (NUM_STEPS, NUM_ENVS))
@@ -100,7 +116,7 @@ def check_acting(rungs: SimpleNamespace, plain: nn.Module, tolerance: float) -> 
     seen = []
     for t in range(6):
         obs = rungs.obs[t * NUM_ENVS : (t + 1) * NUM_ENVS].flip(1)
-        actions = rungs.policy_step(obs.to(rungs.device)).cpu()
+        actions = torch.from_numpy(rungs.act(obs.numpy()))
         with torch.autocast("cpu", torch.bfloat16, enabled=rungs.amp == "bf16"):
             logits, value = plain(obs)
         noise = rungs.rollout.noise[t].cpu()

@@ -14,13 +14,13 @@ def test_parts_of_a_real_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(parts_atari, "in_process", lambda fn, *args: fn(*args))
     monkeypatch.setattr(parts_atari, "ALONE_SECONDS", 0.1)
     for module, names in (
-        (fast, ("Run", "make_executables")),
+        (fast, ("Run",)),
         (parts_atari.EnvPoolVectorEnv, ("send",)),
         (parts_atari.AtariVectorEnv, ("recv",)),
     ):
         for name in names:  # puts back what the tool changes in a process of its own
             monkeypatch.setattr(module, name, getattr(module, name))
-    flags = ["--scripts", "ppo_atari_envpool_torchcompile:eager", "--num-envs", "2", "--iterations", "2"]
+    flags = ["--scripts", "ppo_atari_envpool_onegraph:eager", "--num-envs", "2", "--iterations", "2"]
     flags += ["--out", str(tmp_path), "--", "--num-threads", "1", "--num-steps", "16"]
     assert run_tool_in_process(monkeypatch, parts_atari, *flags) == 0
     (row,) = json.loads((tmp_path / "parts_atari.json").read_text())["rows"]

@@ -1,18 +1,21 @@
 """leanrl.tools.gpu: what it checks, measures and writes, on runs of this machine; and what graphs must do, on a GPU."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from scripts import run, tiny
 from test_tools_compare import cells, run_tool_in_process
 
 from leanrl.support.tracking import read_metrics
-from leanrl.tools import gpu, gpu_checks, gpu_learn, trials
-from leanrl.tools.gpu import Plan, Results, against_eager, check, measure
+from leanrl.tools import gpu, gpu_checks, gpu_learn, parts_atari, trials
+from leanrl.tools.gpu import Results, against_eager, check, measure
+from leanrl.tools.gpu_learn import Enough, Task, last_episodes
+from leanrl.tools.gpu_plans import PLANS, Plan, Pool
 from leanrl.tools.trials import Deadline, Trial
 
 CPU = torch.device("cpu")
@@ -25,7 +28,8 @@ PLAN = Plan(
     steps=(96, 96),
     flags=tuple(TINY),
 )
-MEASURED = replace(PLAN, modes=(f"{RUNG}:eager",))
+POOL = Pool(2, "cleanrl")
+MEASURED = replace(PLAN, modes=(f"{RUNG}:eager",), pool=POOL)
 
 
 def test_without_cuda_it_refuses_in_one_line(tmp_path, monkeypatch, capsys):
@@ -43,6 +47,7 @@ def test_without_cuda_it_refuses_in_one_line(tmp_path, monkeypatch, capsys):
         (["--algorithms", "sac", "sac"], "--algorithms sac sac: needs at least one, and none twice"),
         (["--rounds", "0"], "--rounds 0: must be at least 1"),
         (["--learn", "--seeds", "1", "1"], "--seeds 1 1: needs at least one, and none twice"),
+        (["--learn", "--learning", "sac", "sac"], "--learning sac sac: needs at least one, and none twice"),
         (["--max-seconds", "0"], "--max-seconds 0.0: must be at least 1"),
     ],
 )
@@ -56,18 +61,32 @@ def test_every_plan_names_scripts_and_modes_that_there_are(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     device = torch.device("cuda", 0)
-    for plan in gpu.PLANS.values():
-        labels = [contender.label for contender in gpu.measured_contenders(plan, device)]
-        assert labels[0] == plan.reference and len(labels) == len(set(labels)) >= 5
-        assert f"{plan.reference}_torchcompile --compile --cudagraphs" in labels
-        assert set(plan.part_modes) <= set(plan.modes)
+    for name, plan in PLANS.items():
+        contenders = gpu.measured_contenders(plan, device)
+        labels = [contender.label for contender in contenders]
+        assert labels[0] == (plan.reference or name) and len(labels) == len(set(labels)) >= 5
+        fast = f"{plan.reference}_torchcompile" if plan.reference else name
+        assert f"{fast} --compile --cudagraphs" in labels
+        assert {*plan.part_modes, *plan.bf16_modes} <= set(plan.modes)
+        first = [contender.label for contender in contenders if gpu.counts_most(plan, contender)]
+        assert first[0] == labels[0] and all("--compile --cudagraphs" in label for label in first[1:])
+    assert labels_with_bf16() == ["ppo_atari_envpool_onegraph", "cleanba_ppo", "cleanba_impala"]
+    for task in gpu_learn.TASKS.values():
+        assert (trials.SCRIPTS / f"{task.script}.py").exists()
+
+
+def labels_with_bf16() -> list[str]:
+    """Scripts that are measured in bfloat16 too."""
+    device = torch.device("cuda", 0)
+    contenders = [c for plan in PLANS.values() for c in gpu.measured_contenders(plan, device)]
+    return [c.label.split()[0] for c in contenders if c.label.endswith("--compile --cudagraphs --amp bf16")]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """A check of one algorithm, in processes of its own, and a measurement in this one."""
     folder = tmp_path_factory.mktemp("gpu")
-    results = Results(folder, CPU)
+    results = Results(folder, CPU, [MEASURED])
     results.checks = check([PLAN], CPU, folder / "runs", Deadline.within(120))
 
     def run_trial(contender, seed, runs_dir, deadline):
@@ -79,6 +98,8 @@ def results(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu, "run_trial", run_trial)
+        patch.setattr(parts_atari, "in_process", lambda fn, *args: fn(*args))
+        patch.setattr(parts_atari, "ALONE_SECONDS", 0.1)
         measure([MEASURED], 1, CPU, folder / "runs", Deadline.within(120), results)
     return results, folder
 
@@ -99,16 +120,26 @@ def test_checks_tell_equal_training_and_what_failed(results):
         assert not results.passed
 
 
+def test_a_check_that_the_time_has_cut_off_is_left_out(tmp_path, capsys):
+    rows = check([PLAN], CPU, tmp_path, Deadline.within(0.0))
+    assert f"no time left for the check of {RUNG}" in capsys.readouterr().out
+    assert not [row for row in rows if "as eager" in row["check"]]
+
+
 def test_speeds_are_written_after_every_run(results):
     results, folder = results
     record = json.loads((folder / "gpu.json").read_text())
     labels = ["td3_continuous_action", RUNG]
     assert [run["label"] for run in record["runs"]] == [row["mode"] for row in record["rows"]] == labels
     assert all(run["summary"]["global_step"] == 96 for run in record["runs"])
-    assert [row[0] for row in cells((folder / "table.md").read_text())] == labels
+    table, _, rest = (folder / "table.md").read_text().partition("sps: ")
+    assert [row[0] for row in cells(table)] == labels
     speedups = [row["speedup"][0] for row in record["rows"]]
     assert speedups[0] == 1.0 and all(ratio > 0 for ratio in speedups)
     assert results.step_of(RUNG)["step_us"] == pytest.approx(1e6 / record["rows"][1]["sps"][0])
+    (alone,) = record["envpool"]
+    assert alone["num_envs"] == 2 and alone["sps"] == results.envpool_sps(MEASURED) > 0
+    assert f"of {alone['sps']:,.0f} steps/s" in rest
     results.load = [[(0.2, 50.0, 1e3), (0.4, 60.0, 1e3)]] * 2
     results.parts = [{"who": RUNG, "profiled_step_us": 100.0, "parts_us": dict.fromkeys(gpu.parts.KINDS, 9.0)}]
     results.parts[0]["parts_us"] |= {gpu.parts.OTHER_KERNELS: 5.0, gpu.parts.REST: 50.0}
@@ -144,13 +175,43 @@ def test_what_would_end_too_late_is_left_out(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "run_trial", run_trial)
     monkeypatch.setattr(gpu, "time", clock)
     monkeypatch.setattr(trials, "time", clock)
-    measure([PLAN], 2, CPU, tmp_path, Deadline.within(200.0), Results(tmp_path, CPU))
+    measure([PLAN], 2, CPU, tmp_path, Deadline.within(200.0), Results(tmp_path, CPU, [PLAN]))
     reference = PLAN.reference
-    assert ran == [(reference, 1), (SIBLING, 1), (RUNG, 1), (RUNG, 2), (reference, 2)]
+    assert ran == [(reference, 1), (SIBLING, 1), (RUNG, 1), (reference, 2), (RUNG, 2)]
     assert f"no time left for round 2 of {SIBLING}" in capsys.readouterr().out
 
 
 KEYS = ("warmup_seconds", "episodic_return", "global_step")
+
+
+def test_the_whole_course(tmp_path, monkeypatch, capsys):
+    """From the checks to the pictures, with all that needs a GPU or time replaced."""
+    for name, value in {"is_available": True, "device_count": 1, "get_device_name": "some GPU"}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+    def run_trial(contender, seed, runs_dir, deadline):
+        summary = {"sps": 500.0, "interrupted": False} | dict.fromkeys(KEYS)
+        return Trial(contender.label, seed, [], "", 0, summary=summary)
+
+    def parts_of(entry, *_):
+        row = {"who": entry, "num_envs": 8, "envpool_sps": 1000.0, "sps": 500.0, "profiled_step_us": 2000.0}
+        kinds = (*gpu.parts.KINDS, gpu.parts.REST, *parts_atari.PARTS, parts_atari.REST)
+        return row | {"parts_us": dict.fromkeys(kinds, 9.0), "floors_us": dict.fromkeys(parts_atari.PARTS, 5.0)}
+
+    monkeypatch.setattr(gpu, "check", lambda *_: [{"check": "a check", "passed": True, "detail": "fine"}])
+    monkeypatch.setattr(gpu, "run_trial", run_trial)
+    monkeypatch.setattr(Pool, "measure", lambda pool: {**asdict(pool), "sps": 1000.0})
+    monkeypatch.setattr(gpu.parts, "take_apart", parts_of)
+    monkeypatch.setattr(parts_atari, "measure", parts_of)
+    out = tmp_path / "out"
+    assert gpu.main(gpu.Args(rounds=2, runs_dir=str(tmp_path), out=str(out))) == 0
+    written = {"gpu.json", "table.md", "gpu.png", "parts.png", "parts_atari.png"}
+    assert {file.name for file in out.iterdir()} == written
+    text = capsys.readouterr().out
+    assert "checks: 1 of 1 passed" in text and "50%" in text
+    fastest, plain = "cleanba_impala --compile --cudagraphs --amp bf16,", "sac_continuous_action_torchcompile,"
+    assert text.index(f"[round 1] {fastest}") < text.index(f"[round 1] {plain}") < text.index(f"[round 2] {fastest}")
 
 
 class AtTheFirstLogPoint:
@@ -173,30 +234,73 @@ def test_learning_starts_once_and_then_resumes(tmp_path, monkeypatch):
 
     monkeypatch.setattr(gpu_learn, "run_child", run_child)
     for _ in range(2):
-        assert gpu_learn.learn_on(RUNG, 3, 5000, tmp_path, Deadline.within(1)) == 0
-        (tmp_path / f"{RUNG}__3").mkdir(exist_ok=True)
-        (tmp_path / f"{RUNG}__3" / "args.json").touch()
+        assert gpu_learn.learn_on("pong", 3, tmp_path, Deadline.within(1)) == 0
+        (tmp_path / "pong__3").mkdir(exist_ok=True)
+        (tmp_path / "pong__3" / "args.json").touch()
     (script, *first), (_, *second) = commands
-    assert script.endswith(f"{RUNG}.py") and {"--seed=3", "--total-timesteps=5000", "--cudagraphs"} <= set(first)
-    assert second == ["--resume", str(tmp_path / f"{RUNG}__3"), "--total-timesteps=5000"]
+    assert script.endswith("ppo_atari_envpool_onegraph.py")
+    assert {"--env-id=Pong-v5", "--seed=3", "--total-timesteps=10000000", "--cudagraphs"} <= set(first)
+    assert second == ["--total-timesteps=10000000", "--resume", str(tmp_path / "pong__3")]
+    log = tmp_path / "pong__3" / "metrics.jsonl"
+    log.write_text(json.dumps(ended(step=1024, episodes=150, mean=18.5)) + "\n")
+    assert gpu_learn.learn_on("pong", 3, tmp_path, Deadline.within(1)) == 0
+    assert len(commands) == 2  # it has learned its task
+
+
+def ended(step: int, episodes: int, mean: float) -> dict:
+    """A log point."""
+    return {"global_step": step, "charts/episodes": episodes, "charts/episodic_return": mean}
+
+
+def test_a_run_has_learned_enough(tmp_path, monkeypatch):
+    points = [ended(10, 60, 1.0), {"global_step": 20}, ended(30, 120, 2.0), ended(40, 160, 4.0)]
+    assert last_episodes(points[:2]) is None
+    assert last_episodes(points[:3]) == pytest.approx(1.5)
+    assert last_episodes(points) == pytest.approx((60 * 2.0 + 40 * 4.0) / 100)
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points))
+    for enough, of in (
+        (True, {"target": 2.8}),
+        (False, {"target": 2.9}),
+        (True, {"stop_at": 40}),
+        (False, {"stop_at": 41}),
+        (False, {}),
+    ):
+        task = Task(RUNG, "HalfCheetah-v5", 1000, **of)
+        assert task.is_learned(tmp_path) == enough
+        deadline = Enough(Deadline.within(60.0), task, tmp_path)
+        assert deadline.seconds_left > 0
+        monkeypatch.setattr(gpu_learn, "LOOK_SECONDS", 0.0)
+        assert (deadline.seconds_left < 0) == enough
+        monkeypatch.undo()
 
 
 @pytest.mark.long
 def test_learning_runs_stop_in_time_and_go_on(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(gpu_learn, "LEARNING", (RUNG,))
     monkeypatch.setattr(gpu_learn, "LEARNING_FLAGS", tuple(TINY))
+    task = Task(RUNG, "Hopper-v5", 10**6)
     runs_dir, out = tmp_path / "runs", tmp_path
     with pytest.MonkeyPatch.context() as patch:
-        deadline = AtTheFirstLogPoint(runs_dir / f"{RUNG}__1")
+        deadline = AtTheFirstLogPoint(runs_dir / "td3__1")
+        monkeypatch.setitem(gpu_learn.TASKS, "td3", task)
         patch.setattr(gpu_learn, "Deadline", SimpleNamespace(within=lambda seconds: deadline))
-        assert gpu_learn.learn([1], 10**6, 60.0, CPU, runs_dir, out) == 0
+        assert gpu_learn.learn(["td3"], [1], 60.0, CPU, runs_dir, out) == 0
     (left,) = json.loads((out / "learn.json").read_text())["runs"]
     step = left["summary"]["global_step"]
-    assert left["summary"]["interrupted"] and step > 0 and "interrupted" in (out / "learn.md").read_text()
-    assert gpu_learn.learn([1], step + 64, 120.0, CPU, runs_dir, out) == 0
+    assert left["summary"]["interrupted"] and step > 0 and "to go on" in (out / "learn.md").read_text()
+    monkeypatch.setitem(gpu_learn.TASKS, "td3", replace(task, timesteps=step + 64))
+    assert gpu_learn.learn(["td3"], [1], 120.0, CPU, runs_dir, out) == 0
     (left,) = json.loads((out / "learn.json").read_text())["runs"]
     assert left["summary"]["global_step"] == step + 64 and not left["summary"]["interrupted"]
     assert (out / "learn.png").stat().st_size > 10_000 and "done" in capsys.readouterr().out
+
+
+def test_the_check_of_actor_threads_holds_on_a_cpu(monkeypatch):
+    """Over gloo, and without graphs."""
+    sums, all_reduce = [], dist.all_reduce
+    monkeypatch.setattr(dist, "all_reduce", lambda x, group=None: (sums.append(len(x)), all_reduce(x, group=group)))
+    gpu_checks.actor_threads(CPU)
+    # Thirty updates of eight gradients each, in one of the two runs; and a barrier.
+    assert len(sums) == 30 * 8 + 1 and min(sums[1:]) > 1000
 
 
 # ----------------------------------------------------------------------------------------------------------- ON A GPU

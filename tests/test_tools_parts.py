@@ -31,10 +31,17 @@ def test_parts_of_a_real_run(tmp_path, monkeypatch, capsys):
     assert "environment" in capsys.readouterr().out and (tmp_path / "parts.png").stat().st_size > 10_000
 
 
+def test_a_rollout_is_taken_apart_as_a_whole():
+    args = parts.Args(steps=2049, script_args=("--num-envs=1",))
+    script, flags, mode = parts.command("ppo_continuous_action_torchcompile:compile", args)
+    assert (script, mode) == ("ppo_continuous_action_torchcompile", ["--compile"])
+    assert flags == ["--num-envs=1", "--total-timesteps=4096"]
+
+
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (["--scripts", "ppo_continuous_action:eager"], "only off-policy scripts"),
+        (["--scripts", "ppo_atari_envpool:eager"], "see leanrl.tools.parts_atari"),
         (["--scripts", "td3_continuous_action:compile"], "no such mode"),
         (["--scripts", "no_such_script:eager"], "no such script"),
     ],

@@ -17,6 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from leanrl.sebulba.layout import Layout, Part
 from leanrl.sebulba.status import PeerLost
+from leanrl.support.run import synchronize
 
 SUPERVISOR_STORE = "LEANRL_SUPERVISOR_STORE"
 
@@ -80,10 +81,12 @@ class Collectives:
             dist.destroy_process_group()
 
     def barrier(self) -> None:
-        """Waits until every process has come here."""
+        """Waits until every process has come here, and until this one's device has done all that it was given."""
         if not self._alone:
             with waiting_for("another process, which did not get ready"):
                 dist.all_reduce(torch.zeros(1, device=self._device))
+        # NCCL only makes the device wait.
+        synchronize(self._device)
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrites ``tensors`` with those of learner 0, which leads."""

@@ -109,6 +109,7 @@ def work(
                 )
                 with untouched(optimizer.tensors(), device):
                     update.warm_up()
+            # On a GPU the threads have streams of their own, which would not wait for what was launched on this one.
             collectives.barrier()
         stack.callback(_stop_threads, threads, source)
         # Told first: ending the threads, and a process group that is broken, may take a while.

@@ -1,11 +1,55 @@
-"""Everything between two steps of the environments as one CUDA graph, for off-policy scripts."""
+"""Raw CUDA graphs for the one-graph rungs: work that reads its inputs where they lie, and leaves its results there."""
 
-from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 
 from leanrl.support.executables import CUDAGRAPH_WARMUP
+
+
+class Captured:
+    """The function ``fn()`` as one CUDA graph. Every call does its work; the call after CUDAGRAPH_WARMUP captures it.
+
+    What ``fn`` reads and writes must lie at the same addresses for ever, CPU tensors in pinned memory, and nothing in
+    it may wait for the device. Capture on the main thread; other threads may use CUDA meanwhile.
+
+    Args:
+        fn: what it returns, the calls return. Once captured this is always the same object, whose tensors the next
+            call overwrites.
+        stream: of the warm-up and the capture. Calls wait for what the current stream was given before, and the
+            current stream for them.
+    """
+
+    def __init__(self, fn: Callable[[], Any], stream: torch.cuda.Stream) -> None:
+        self._fn = fn
+        # The warm-up runs on the stream of the capture: libraries make their workspaces on first use of a stream.
+        self._stream = stream
+        self._calls = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self) -> Any:
+        if self._graph is None and self._calls < CUDAGRAPH_WARMUP:
+            self._calls += 1
+            current = torch.cuda.current_stream(self._stream.device)
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                result = self._fn()
+            current.wait_stream(self._stream)
+            return result
+        if self._graph is None:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                self._result = self._fn()
+            self._graph = graph
+        self._graph.replay()
+        return self._result
+
+
+def pinned_like(x: torch.Tensor) -> torch.Tensor:
+    """Pinned memory for what ``x`` holds: copies between it and a GPU are asynchronous and can be captured."""
+    return torch.empty_like(x, device="cpu", pin_memory=True)
 
 
 class OneGraph:
@@ -19,8 +63,7 @@ class OneGraph:
     critics after that run beside the acting, and go on while the environments step. The samples are still those of the
     functions called one after the other, because a graph's random numbers are numbered in the order of its capture.
 
-    The first CUDAGRAPH_WARMUP calls of a pattern run its functions one by one, the next one captures them. Every call
-    does the work of one step. Capture on the main thread; other threads may use CUDA meanwhile.
+    Each pattern is ``Captured``, with what that demands.
 
     Args:
         observe: takes told [N, ...] on the device; writes what the environments said.
@@ -35,12 +78,10 @@ class OneGraph:
     ) -> None:
         self._observe, self._updates, self._act = observe, updates, act
         self._device = device
-        # The warm-up runs on the streams of the capture: libraries make their workspaces on first use of a stream.
         self._stream, self._acting_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
         # external: a node of the graph that the host can wait for, where others only order the graph's nodes.
         self._acted = torch.cuda.Event(external=True)
-        self._calls: Counter[tuple[bool, ...]] = Counter()
-        self._graphs: dict[tuple[bool, ...], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[bool, ...], Captured] = {}
         self._told_cpu: torch.Tensor | None = None
         self._actions_cpu: torch.Tensor | None = None
 
@@ -60,14 +101,9 @@ class OneGraph:
         """
         if told_cpu is not self._told_cpu:
             self._take_buffer(told_cpu)
-        if with_actor in self._graphs:
-            self._graphs[with_actor].replay()
-        elif self._calls[with_actor] < CUDAGRAPH_WARMUP:
-            self._calls[with_actor] += 1
-            self._run(with_actor)
-        else:
-            self._graphs[with_actor] = self._capture(with_actor)
-            self._graphs[with_actor].replay()
+        if with_actor not in self._graphs:
+            self._graphs[with_actor] = Captured(partial(self._step, with_actor), self._stream)
+        self._graphs[with_actor]()
         self._acted.synchronize()
         return self._actions_cpu
 
@@ -78,19 +114,6 @@ class OneGraph:
             raise ValueError("OneGraph copies without waiting: told_cpu must be in pinned memory")
         self._told_cpu = told_cpu
         self._told = told_cpu.to(self._device)
-
-    def _run(self, with_actor: tuple[bool, ...]) -> None:
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            self._step(with_actor)
-        current.wait_stream(self._stream)
-
-    def _capture(self, with_actor: tuple[bool, ...]) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-            self._step(with_actor)
-        return graph
 
     def _step(self, with_actor: tuple[bool, ...]) -> None:
         self._told.copy_(self._told_cpu, non_blocking=True)
@@ -104,7 +127,7 @@ class OneGraph:
         with torch.cuda.stream(self._acting_stream):
             actions = self._act()
             if self._actions_cpu is None:
-                self._actions_cpu = torch.empty_like(actions, device="cpu", pin_memory=True)
+                self._actions_cpu = pinned_like(actions)
             self._actions_cpu.copy_(actions, non_blocking=True)
             self._acted.record(self._acting_stream)
         self._stream.wait_stream(self._acting_stream)

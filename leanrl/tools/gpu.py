@@ -7,7 +7,7 @@ takes up where this one has stopped them.
 
     python -m leanrl.tools.gpu
     python -m leanrl.tools.gpu --algorithms sac td3 --rounds 3
-    python -m leanrl.tools.gpu --learn --max-seconds 540 --runs-dir runs
+    python -m leanrl.tools.gpu --learn --learning pong breakout --seeds 1 --max-seconds 540 --runs-dir runs
 """
 
 import functools
@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -30,7 +29,7 @@ from leanrl.support.checkpoints import list_checkpoints, load_checkpoint
 from leanrl.support.devices import available_cores
 from leanrl.support.errors import UsageError, require_at_least
 from leanrl.support.run import write_json_atomically
-from leanrl.tools import compare, parts
+from leanrl.tools import compare, parts, parts_atari
 from leanrl.tools.common import (
     COLORS,
     benchmark_record,
@@ -38,97 +37,34 @@ from leanrl.tools.common import (
     describe_machine,
     draw_bars,
     fresh_folder,
+    markdown_table,
     mean_std,
     run_tool,
 )
-from leanrl.tools.gpu_learn import learn
+from leanrl.tools.gpu_learn import Learning, learn
+from leanrl.tools.gpu_plans import PLANS, Algorithm, Plan
 from leanrl.tools.trials import (
     Contender,
     Deadline,
     Trial,
     contenders_of,
     end_of,
+    parse_entry,
     read_json,
     require_distinct,
     run_child,
     run_trial,
 )
 
-Algorithm = Literal["ppo", "sac", "td3", "dqn"]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How one algorithm is checked and measured."""
-
-    reference: str
-    modes: tuple[str, ...]
-    """SCRIPT:MODE each, the plain one first"""
-    check_flags: tuple[str, ...]
-    """of a run that trains so shortly that rounding does not grow into other episodes; with two checkpoints"""
-    steps: tuple[int, int]
-    """environment steps of a measured run: without CUDA graphs, and with them"""
-    flags: tuple[str, ...] = ()
-    """of a measured run"""
-    part_modes: tuple[str, ...] = ()
-    """those of which the parts of a step are told"""
-
-
-def modes_of(script: str, onegraph: bool) -> tuple[str, ...]:
-    """Every mode of the fast rungs of ``script``, plainest first."""
-    modes = [f"{script}_torchcompile:{mode}" for mode in ("eager", "compile", "cudagraphs", "compile+cudagraphs")]
-    if onegraph:
-        modes += [f"{script}_onegraph:{mode}" for mode in ("cudagraphs", "compile+cudagraphs")]
-    return tuple(modes)
-
-
-# Forty updates: between a compiled run and an eager one on a CPU rounding has grown to 2e-4 (TD3) and 2e-3 (SAC) of the
-# way by then, and to 3e-2 by the hundredth, because each action leads HalfCheetah a little further apart.
-OFF_POLICY_CHECK = ("--learning-starts=1000", "--checkpoint-every=1000", "--total-timesteps=1040")
-PLANS: dict[Algorithm, Plan] = {
-    "sac": Plan(
-        "sac_continuous_action",
-        modes_of("sac_continuous_action", onegraph=True),
-        OFF_POLICY_CHECK,
-        steps=(3_000, 20_000),
-        flags=("--learning-starts=1000",),
-        part_modes=tuple(f"sac_continuous_action_{rung}:compile+cudagraphs" for rung in ("torchcompile", "onegraph")),
-    ),
-    "td3": Plan(
-        "td3_continuous_action",
-        modes_of("td3_continuous_action", onegraph=True),
-        OFF_POLICY_CHECK,
-        steps=(3_000, 20_000),
-        flags=("--learning-starts=1000",),
-        part_modes=tuple(f"td3_continuous_action_{rung}:compile+cudagraphs" for rung in ("torchcompile", "onegraph")),
-    ),
-    "ppo": Plan(
-        "ppo_continuous_action",
-        modes_of("ppo_continuous_action", onegraph=False),
-        # Pendulum's motion is smooth: rounding stays rounding. HalfCheetah's would not in so many steps.
-        (
-            *("--env-id=Pendulum-v1", "--num-steps=64", "--num-minibatches=1"),
-            *("--checkpoint-every=64", "--total-timesteps=192"),
-        ),
-        steps=(6_144, 40_960),
-    ),
-    "dqn": Plan(
-        "dqn",
-        modes_of("dqn", onegraph=False),
-        # Hardly any greedy actions: one that is decided by rounding would lead elsewhere.
-        ("--learning-starts=1000", "--checkpoint-every=1000", "--total-timesteps=2000", "--exploration-fraction=100"),
-        steps=(20_000, 60_000),
-        flags=("--learning-starts=1000",),
-        part_modes=("dqn_torchcompile:compile+cudagraphs",),
-    ),
-}
-
 # Shares of --seconds: the checks may take so much, the parts so much at the end.
-CHECK_SHARE, PARTS_SHARE = 0.35, 0.15
+CHECK_SHARE, PARTS_SHARE = 0.4, 0.15
 # What a run is taken to last of which none has been measured yet: imports, compilation, capture, its steps.
 EXPECTED_SECONDS = 25.0
-PART_STEPS = 500
+PART_STEPS, PART_ITERATIONS = 500, 10
 LOAD_SECONDS = 0.2
+
+# What becomes of a run that is stopped because the time is up.
+CUT_OFF = {"interrupted", "signal 15", "signal 9"}
 
 # How far a mode's parameters may be from eager's after the checked updates, in parts of the way that those have gone.
 TOLERANCE = 0.05
@@ -138,20 +74,20 @@ NETWORKS = ("agent", "actor", "critics", "temperature", "q_network")
 
 @dataclass
 class Args:
-    algorithms: tuple[Algorithm, ...] = ("sac", "td3", "ppo", "dqn")
-    """what is checked and measured"""
+    algorithms: tuple[Algorithm, ...] = tuple(PLANS)
+    """what is checked and measured, in this order"""
     seconds: float = 570.0
     """that checks and measurements take together"""
     rounds: int = 3
     """measurements of each mode at most; as many as --seconds leaves time for"""
     learn: bool = False
-    """train instead: SAC and TD3 on HalfCheetah, all seeds at once"""
+    """train instead, everything at once"""
+    learning: tuple[Learning, ...] = ("sac", "td3", "pong", "breakout")
+    """of --learn: SAC and TD3 on HalfCheetah for a million steps, PPO on Pong until 18 and on Breakout for 4 million"""
     max_seconds: float = 540.0
     """of --learn: then the runs checkpoint and stop; the same call again goes on"""
     seeds: tuple[int, ...] = (1, 2, 3)
     """of --learn"""
-    learn_timesteps: int = 1_000_000
-    """of --learn: environment steps of each run"""
     runs_dir: str = "runs"
     """folder of the run directories, in RUNS_DIR/gpu"""
     out: str | None = None
@@ -159,8 +95,8 @@ class Args:
 
 
 def main(args: Args) -> int:
-    require_distinct(args, "algorithms", "seeds")
-    require_at_least(args, 1, "rounds", "seconds", "max_seconds", "learn_timesteps")
+    require_distinct(args, "algorithms", "learning", "seeds")
+    require_at_least(args, 1, "rounds", "seconds", "max_seconds")
     if not torch.cuda.is_available():
         raise UsageError("this tool needs a CUDA device, and this machine has none; `compare` measures on a CPU")
     device = torch.device("cuda", 0)
@@ -171,10 +107,10 @@ def main(args: Args) -> int:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
     if args.learn:
         runs_dir = Path(args.runs_dir) / "gpu" / "learn"
-        return learn(args.seeds, args.learn_timesteps, args.max_seconds, device, runs_dir, out)
+        return learn(args.learning, args.seeds, args.max_seconds, device, runs_dir, out)
 
     plans = [PLANS[name] for name in args.algorithms]
-    results = Results(out, device)
+    results = Results(out, device, plans)
     end = Deadline.within(args.seconds)
     results.checks = check(plans, device, runs_dir, Deadline(end.at - (1 - CHECK_SHARE) * args.seconds))
     results.write()
@@ -198,7 +134,7 @@ def check(plans: Sequence[Plan], device: torch.device, runs_dir: Path, deadline:
     runs_dir.mkdir(parents=True, exist_ok=True)
     print("checks: what graphs must do, and every mode against eager", flush=True)
     found, log = runs_dir / "gpu_checks.json", runs_dir / "gpu_checks.log"
-    families = [contenders_of(plan.modes, "algorithms", device, plan.check_flags, ()) for plan in plans]
+    families = [contenders_with_bf16(plan, plan.modes, device, plan.check_flags) for plan in plans]
     with ThreadPoolExecutor(max(2, available_cores() // 2)) as pool:
         try:
             of_graphs = pool.submit(
@@ -219,6 +155,9 @@ def check(plans: Sequence[Plan], device: torch.device, runs_dir: Path, deadline:
         rows.append({"check": "gpu_checks finds nothing", "passed": False, "detail": detail, "output": end_of(log)})
     for family, (eager, *others) in zip(families, trials, strict=True):
         for contender, trial in zip(family[1:], others, strict=True):
+            if deadline.seconds_left <= 0 and {eager.failure, trial.failure} & CUT_OFF:
+                print(f"no time left for the check of {contender.label}", flush=True)
+                continue
             row = against_eager(eager, trial)
             rows.append(row if row["passed"] else row | {"output": end_of(log_of(contender, runs_dir))})
     for row in rows:
@@ -234,15 +173,19 @@ def log_of(contender: Contender, runs_dir: Path) -> Path:
 
 
 def against_eager(eager: Trial, trial: Trial) -> dict:
-    """One row: how far a mode's parameters are from eager's, in parts of the way between eager's two checkpoints."""
-    row = {"check": f"{trial.label} trains as eager", "passed": False}
+    """One row: how far a mode's parameters are from eager's, in parts of the way between eager's two checkpoints.
+
+    bfloat16 rounds so coarsely that it leads to other actions: how far it is then is only told.
+    """
+    rounded = trial.label.endswith("bf16")
+    row = {"check": f"{trial.label} {'trains' if rounded else 'trains as eager'}", "passed": False}
     for run in (eager, trial):
         if run.failure:
             return {**row, "detail": f"{run.label}: {run.failure}"}
     (before, after), (_, ours) = last_parameters(Path(eager.run_dir)), last_parameters(Path(trial.run_dir))
     error = ((ours - after).norm() / (after - before).norm()).item()
     detail = "bit for bit" if torch.equal(ours, after) else f"off by {error:.1e} of the way"
-    return {**row, "passed": error <= TOLERANCE, "detail": detail}
+    return {**row, "passed": error <= (sys.float_info.max if rounded else TOLERANCE), "detail": detail}
 
 
 def last_parameters(run_dir: Path) -> tuple[torch.Tensor, torch.Tensor]:
@@ -262,34 +205,61 @@ def last_parameters(run_dir: Path) -> tuple[torch.Tensor, torch.Tensor]:
 def measure(
     plans: Sequence[Plan], rounds: int, device: torch.device, runs_dir: Path, deadline: Deadline, results: "Results"
 ) -> None:
-    """Runs every mode once a round, one at a time, the order turning around; what would end too late is left out."""
-    families = [measured_contenders(plan, device) for plan in plans]
-    results.labels = [[contender.label for contender in family] for family in families]
+    """Runs every mode once a round, one at a time; what would end too late is left out.
+
+    The order turns around with every round, but for this: what counts most comes first.
+    """
+    turns = [(plan, contender) for plan in plans for contender in measured_contenders(plan, device)]
+    turns.sort(key=lambda turn: not counts_most(*turn))
     lasted: dict[str, float] = {}
     for seed in range(1, rounds + 1):
-        for family in families if seed % 2 else reversed(families):
-            for contender in family if seed % 2 else reversed(family):
-                if deadline.seconds_left < lasted.get(contender.label, EXPECTED_SECONDS):
-                    print(f"no time left for round {seed} of {contender.label}", flush=True)
-                    continue
-                print(f"[round {seed}] {contender.label}, {deadline.seconds_left:.0f} s left", flush=True)
-                start = time.monotonic()
-                with GpuLoad(device) as load:
-                    trial = run_trial(contender, seed, runs_dir / "runs", deadline)
-                lasted[contender.label] = time.monotonic() - start
-                results.trials.append(trial)
-                results.load.append(load.points)
-                results.write()
+        heard = set()
+        order = turns if seed % 2 else sorted(reversed(turns), key=lambda turn: not counts_most(*turn))
+        for plan, contender in order:
+            if deadline.seconds_left < lasted.get(contender.label, EXPECTED_SECONDS):
+                print(f"no time left for round {seed} of {contender.label}", flush=True)
+                continue
+            if plan.pool is not None and plan.pool not in heard:
+                heard.add(plan.pool)
+                try:
+                    results.envpool.append(plan.pool.measure())
+                except SystemExit as end:
+                    print(f"EnvPool alone failed ({end.code})", file=sys.stderr, flush=True)
+            print(f"[round {seed}] {contender.label}, {deadline.seconds_left:.0f} s left", flush=True)
+            start = time.monotonic()
+            with GpuLoad(device) as load:
+                trial = run_trial(contender, seed, runs_dir / "runs", deadline)
+            lasted[contender.label] = time.monotonic() - start
+            results.trials.append(trial)
+            results.load.append(load.points)
+            results.write()
 
 
 def measured_contenders(plan: Plan, device: torch.device) -> list[Contender]:
     """The reference, then every mode of the fast rungs, each for as many steps as it does in seconds."""
     contenders = []
     for entry in (plan.reference, *plan.modes):
-        steps = plan.steps["cudagraphs" in entry]
-        flags = [f"--total-timesteps={steps}", *plan.flags]
-        contenders += contenders_of([entry], "algorithms", device, fast_flags=flags, reference_flags=flags)
+        if entry is not None:
+            flags = [f"--total-timesteps={plan.steps['cudagraphs' in entry]}", *plan.flags]
+            contenders += contenders_with_bf16(plan, [entry], device, flags)
     return contenders
+
+
+def contenders_with_bf16(
+    plan: Plan, entries: Sequence[str], device: torch.device, flags: Sequence[str]
+) -> list[Contender]:
+    """Those of ``entries``, then those of them that ``plan`` wants in bfloat16 too."""
+    contenders = contenders_of(entries, "algorithms", device, fast_flags=flags, reference_flags=flags)
+    rounded = [entry for entry in entries if entry in plan.bf16_modes]
+    if rounded:
+        contenders += contenders_of(rounded, "algorithms", device, flags, flags, amp=["bf16"])
+    return contenders
+
+
+def counts_most(plan: Plan, contender: Contender) -> bool:
+    """Whether a contender is measured before others: the plainest of its algorithm, and the fastest."""
+    plainest = plan.reference or parse_entry(plan.modes[0], "algorithms")[0]
+    return contender.label == plainest or "--compile --cudagraphs" in contender.label
 
 
 class GpuLoad:
@@ -339,18 +309,25 @@ def tell_once(line: str) -> None:
 
 def take_apart(plans: Sequence[Plan], deadline: Deadline, results: "Results") -> None:
     """Where the time of a step goes, for each plan's ``part_modes``, as long as there is time."""
-    for plan in plans:
-        for entry in plan.part_modes:
-            if deadline.seconds_left < EXPECTED_SECONDS:
-                print(f"no time left for the parts of {entry}", flush=True)
-                continue
-            print(f"parts of {entry}", flush=True)
-            try:
+    fastest = [(plan, entry) for plan in plans for entry in plan.part_modes[-1:]]
+    others = [(plan, entry) for plan in plans for entry in plan.part_modes[:-1]]
+    for plan, entry in fastest + others:
+        if deadline.seconds_left < EXPECTED_SECONDS:
+            print(f"no time left for the parts of {entry}", flush=True)
+            continue
+        print(f"parts of {entry}", flush=True)
+        try:
+            if plan.pool is not None:
+                pool = plan.pool
+                alone = results.envpool_sps(plan) or pool.measure()["sps"]
+                row = parts_atari.measure(entry, pool.env_id, pool.num_envs, PART_ITERATIONS, (), alone)
+                results.parts_atari.append(row)
+            else:
                 row = parts.take_apart(entry, parts.Args(steps=PART_STEPS))
                 results.parts.append(row | results.step_of(row["who"]))
-            except SystemExit as end:
-                print(f"parts of {entry}: failed ({end.code})", file=sys.stderr, flush=True)
-            results.write()
+        except SystemExit as end:
+            print(f"parts of {entry}: failed ({end.code})", file=sys.stderr, flush=True)
+        results.write()
 
 
 # ----------------------------------------------------------------------------------------------------------- RESULTS
@@ -359,15 +336,19 @@ def take_apart(plans: Sequence[Plan], deadline: Deadline, results: "Results") ->
 class Results:
     """What is known so far; ``write`` leaves it in ``out`` as gpu.json and table.md."""
 
-    def __init__(self, out: Path, device: torch.device) -> None:
+    def __init__(self, out: Path, device: torch.device, plans: Sequence[Plan]) -> None:
         self._out, self._device = out, device
+        self._plans = plans
+        self._labels = [[contender.label for contender in measured_contenders(plan, device)] for plan in plans]
+        """of each plan, the plainest first"""
         self.checks: list[dict] = []
-        self.labels: list[list[str]] = []
-        """of each algorithm, the reference first"""
         self.trials: list[Trial] = []
         self.load: list[list[tuple[float, float, float]]] = []
         """of each trial"""
+        self.envpool: list[dict] = []
+        """what EnvPool does alone, of each round"""
         self.parts: list[dict] = []
+        self.parts_atari: list[dict] = []
 
     @property
     def passed(self) -> bool:
@@ -381,14 +362,21 @@ class Results:
         sps = [trial.summary["sps"] for trial in self.trials if trial.label == label and not trial.failure]
         return {"step_us": 1e6 / statistics.median(sps)} if sps else {}
 
+    def envpool_sps(self, plan: Plan) -> float | None:
+        """What EnvPool does alone with a plan's environments, in steps per second; None where it is not known."""
+        found = [row["sps"] for row in self.envpool if plan.pool and asdict(plan.pool).items() <= row.items()]
+        return statistics.median(found) if found else None
+
     def record(self) -> dict:
         """All of it, for JSON."""
         return {
             **benchmark_record("gpu", self._device),
             "checks": self.checks,
-            "rows": [row for labels in self.labels for row in compare.summarize(self.trials, labels)],
+            "rows": [row for labels in self._labels for row in compare.summarize(self.trials, labels)],
             "runs": [{**asdict(trial), "load": load} for trial, load in zip(self.trials, self.load, strict=True)],
+            "envpool": self.envpool,
             "parts": self.parts,
+            "parts_atari": self.parts_atari,
         }
 
     def write(self) -> None:
@@ -399,24 +387,39 @@ class Results:
         """The checks that failed, a table of speeds for each algorithm, and the parts."""
         failed = [row for row in self.checks if not row["passed"]]
         pieces = [describe_machine(benchmark_record("gpu", self._device)["machine"])]
-        for labels in self.labels:
+        for plan, labels in zip(self._plans, self._labels, strict=True):
             rows = [row for row in compare.summarize(self.trials, labels) if row["sps"] or row["failures"]]
             if rows:
                 pieces.append(compare.render_table(rows))
+            if rows and (alone := self.envpool_sps(plan)):
+                pieces.append(beside_envpool(plan, rows, alone))
         if self.parts:
             pieces.append(parts.render_table(self.parts))
+        if self.parts_atari:
+            pieces.append(parts_atari.render_table(self.parts_atari))
         summary = f"checks: {len(self.checks) - len(failed)} of {len(self.checks)} passed"
         return "\n\n".join([*pieces, "\n".join([summary, *(f"FAILED: {r['check']}: {r['detail']}" for r in failed)])])
 
     def draw(self) -> None:
-        """gpu.png: bars of steps per second, one panel an algorithm; load.png; parts.png."""
-        measured = [labels for labels in self.labels if any(trial.label in labels for trial in self.trials)]
+        """gpu.png: bars of steps per second, one panel an algorithm; load.png; parts.png and parts_atari.png."""
+        measured = [labels for labels in self._labels if any(trial.label in labels for trial in self.trials)]
         if measured:
             draw_speeds(self.trials, measured).savefig(self._out / "gpu.png")
         if any(self.load):
             draw_load(self.trials, self.load).savefig(self._out / "load.png")
         if self.parts:
             parts.draw(self.parts).savefig(self._out / "parts.png")
+        if self.parts_atari:
+            parts_atari.draw(self.parts_atari).savefig(self._out / "parts_atari.png")
+
+
+def beside_envpool(plan: Plan, rows: Sequence[dict], alone: float) -> str:
+    """A table of what is left of EnvPool's own speed."""
+    cells = [(row["mode"], f"{statistics.median(row['sps']) / alone:.0%}") for row in rows if row["sps"]]
+    pool = plan.pool
+    what = f"of {alone:,.0f} steps/s"
+    legend = f"EnvPool alone: {pool.env_id}, {pool.num_envs} environments, random actions, all cores."
+    return f"{markdown_table(('mode', what), cells)}\n\n{legend}"
 
 
 def draw_speeds(trials: Sequence[Trial], families: Sequence[Sequence[str]]):

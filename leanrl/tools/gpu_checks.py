@@ -4,6 +4,7 @@ python -m leanrl.tools.gpu_checks CHECKS.json        # writes [{"check", "passed
 """
 
 import json
+import os
 import sys
 import tempfile
 import threading
@@ -11,11 +12,19 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from tensordict.nn import CudaGraphModule
 
+import leanrl.cleanba_ppo as cleanba_ppo
+from leanrl.sebulba import worker
+from leanrl.sebulba.collectives import Collectives
+from leanrl.sebulba.layout import Layout, Part
+from leanrl.sebulba.learner import TIMELINE_FILE
+from leanrl.support.checkpoints import load_checkpoint
 from leanrl.support.executables import CUDAGRAPH_WARMUP, WARMUP_CALLS, CompiledStep, untouched
 from leanrl.support.onegraph import OneGraph
 from leanrl.support.optim import FlatAdam
@@ -179,19 +188,73 @@ def threads(device: torch.device) -> None:
     require(not errors, f"the other thread failed: {errors}")
 
 
-@check
-def nccl(device: torch.device) -> None:
-    """NCCL: a process group of one rank reduces"""
-    import torch.distributed as dist
+class OneRank(Collectives):
+    """Sums and gathers over a process group of one rank, which a run of one process otherwise does without."""
 
-    with tempfile.TemporaryDirectory() as folder, torch.cuda.device(device):
-        dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        try:
-            x = torch.arange(5.0, device=device)
-            dist.all_reduce(x)
-            require(x.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0], f"reduced to {x.tolist()}")
-        finally:
-            dist.destroy_process_group()
+    def __init__(self, layout: Layout, part: Part, device: torch.device, timeout: float, exact: bool) -> None:
+        super().__init__(layout, part, device, timeout, exact)
+        on_gpu = device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            store=dist.HashStore(),
+            rank=0,
+            world_size=1,
+            device_id=device if on_gpu else None,
+        )
+        self._alone, self._learners = False, dist.group.WORLD
+
+
+def actor_learner_run(device: torch.device, cudagraphs: bool, collectives: type[Collectives], run_dir: Path) -> dict:
+    """Runs cleanba_ppo's only rank in this process: two actor threads, a rollout ahead of the learner.
+
+    Returns:
+        what its last checkpoint holds.
+    """
+    args = cleanba_ppo.Args(
+        env_id="CartPole-v1",
+        device=device.type,
+        cudagraphs=cudagraphs,
+        policy_lag=1,
+        local_num_envs=8,
+        env_threads=1,
+        num_steps=32,
+        num_minibatches=2,
+        total_timesteps=30 * 2 * 8 * 32,
+        runs_dir=str(run_dir.parent),
+        run_name=run_dir.name,
+    )
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    with (
+        mock.patch.dict(os.environ, alone),
+        mock.patch.object(worker, "Collectives", collectives),
+        mock.patch.object(os, "_exit", sys.exit),  # a rank that fails ends its process; here others go on
+    ):
+        cleanba_ppo.main(args)
+    (*_, newest) = sorted((run_dir / "checkpoints").iterdir())
+    return load_checkpoint(newest, {})[1]
+
+
+@check
+def actor_threads(device: torch.device) -> None:
+    """actor threads replay graphs of their own while the learner trains and sums over NCCL, as eagerly without NCCL"""
+    with tempfile.TemporaryDirectory() as folder:
+        eager, graphed_run = Path(folder) / "eager", Path(folder) / "graphed"
+        plain = actor_learner_run(device, False, Collectives, eager)
+        ours = actor_learner_run(device, device.type == "cuda", OneRank, graphed_run)
+        spans = [
+            span
+            for line in (graphed_run / TIMELINE_FILE).read_text().splitlines()
+            for part in json.loads(line)["spans"].values()
+            for span in part
+        ]
+    require(plain["run"]["last_returns"] == ours["run"]["last_returns"], "other episodes")
+    for name, theirs in plain["script"]["agent"].items():
+        error = ((ours["script"]["agent"][name] - theirs).norm() / (theirs.norm() + 1e-6)).item()
+        require(error < 1e-3, f"{name} is off by {error:.1e}")
+    updates = [(start, end) for what, start, end in spans if what == "update"]
+    rollouts = [(start, end) for what, start, end in spans if what == "rollout"]
+    beside = sum(any(start < end_ and start_ < end for start_, end_ in rollouts) for start, end in updates)
+    require(beside > len(updates) // 2, f"the actors played beside {beside} of {len(updates)} updates only")
 
 
 @torch.no_grad()
@@ -204,7 +267,7 @@ def main(path: Path) -> None:
         try:
             fn(device)
             passed, detail = True, f"{time.perf_counter() - start:.1f} s"
-        except Exception as error:  # whatever goes wrong on a machine is a finding
+        except (Exception, SystemExit) as error:  # whatever goes wrong on a machine is a finding
             traceback.print_exc()
             passed, detail = False, " ".join(f"{type(error).__name__}: {error}".split())[:200]
         results.append({"check": fn.__doc__, "passed": passed, "detail": detail})

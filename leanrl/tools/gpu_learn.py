@@ -1,38 +1,102 @@
 """Learning runs on a GPU, all at once and in chunks: what ``leanrl.tools.gpu --learn`` does."""
 
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from leanrl.support.run import write_json_atomically
+from leanrl.support.tracking import read_metrics
 from leanrl.tools import compare
 from leanrl.tools.common import COLORS, benchmark_record, clean, describe_machine, markdown_table, mean_std
 from leanrl.tools.trials import REPOSITORY, Deadline, Trial, end_of, run_child
 
-LEARNING = ("sac_continuous_action_onegraph", "td3_continuous_action_onegraph")
+Learning = Literal["sac", "td3", "pong", "breakout"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is learned, and when it is enough."""
+
+    script: str
+    env_id: str
+    timesteps: int
+    """of the whole run, which schedules depend on"""
+    stop_at: int | None = None
+    """environment steps that are enough"""
+    target: float | None = None
+    """the mean of the last 100 episodes that is enough"""
+
+    def is_learned(self, run_dir: Path) -> bool:
+        """Whether what a run has logged so far is enough."""
+        points = read_metrics(run_dir)
+        if self.stop_at is not None and points and points[-1]["global_step"] >= self.stop_at:
+            return True
+        reached = last_episodes(points)
+        return self.target is not None and reached is not None and reached >= self.target
+
+
+TASKS: dict[Learning, Task] = {
+    "sac": Task("sac_continuous_action_onegraph", "HalfCheetah-v5", 1_000_000),
+    "td3": Task("td3_continuous_action_onegraph", "HalfCheetah-v5", 1_000_000),
+    # The learning rate falls as it does on the way to CleanRL's 10 million steps, whose curves are known.
+    "pong": Task("ppo_atari_envpool_onegraph", "Pong-v5", 10_000_000, target=18.0),
+    "breakout": Task("ppo_atari_envpool_onegraph", "Breakout-v5", 10_000_000, stop_at=4_000_000),
+}
 LEARNING_FLAGS = ("--compile", "--cudagraphs", "--num-threads=1", "--checkpoint-every=None", "--save-model")
+
+# How often a run's log points are read.
+LOOK_SECONDS = 2.0
+
+
+def last_episodes(points: Sequence[dict], count: int = 100) -> float | None:
+    """The mean return of the last ``count`` episodes, or a few more; None before a run has logged so many."""
+    returns = [point["charts/episodic_return"] for point in points if "charts/episodes" in point]
+    episodes = [0, *(point["charts/episodes"] for point in points if "charts/episodes" in point)]
+    total = 0.0
+    for i in reversed(range(len(returns))):
+        total += (episodes[i + 1] - episodes[i]) * returns[i]
+        if episodes[-1] - episodes[i] >= count:
+            return total / (episodes[-1] - episodes[i])
+    return None
+
+
+class Enough:
+    """A deadline that has also passed once a run has learned its task."""
+
+    def __init__(self, deadline: Deadline, task: Task, run_dir: Path) -> None:
+        self._deadline, self._task, self._run_dir = deadline, task, run_dir
+        self._looked, self._learned = time.monotonic(), False
+
+    @property
+    def seconds_left(self) -> float:
+        """Below 0 once it has passed."""
+        if time.monotonic() >= self._looked + LOOK_SECONDS:
+            self._learned, self._looked = self._task.is_learned(self._run_dir), time.monotonic()
+        return -1.0 if self._learned else self._deadline.seconds_left
 
 
 def learn(
-    seeds: Sequence[int], timesteps: int, max_seconds: float, device: torch.device, runs_dir: Path, out: Path
+    names: Sequence[Learning], seeds: Sequence[int], max_seconds: float, device: torch.device, runs_dir: Path, out: Path
 ) -> int:
     """Starts, or goes on with, every learning run; all run at once until they end or the time does."""
     deadline = Deadline.within(max_seconds)
-    names = [(script, seed) for script in LEARNING for seed in seeds]
+    runs = [(name, seed) for name in names for seed in seeds]
     runs_dir.mkdir(parents=True, exist_ok=True)
-    print(f"{len(names)} runs at once for up to {max_seconds:.0f} s in {runs_dir}", flush=True)
-    with ThreadPoolExecutor(len(names)) as pool:
+    print(f"{len(runs)} runs at once for up to {max_seconds:.0f} s in {runs_dir}", flush=True)
+    with ThreadPoolExecutor(len(runs)) as pool:
         try:
-            codes = [pool.submit(learn_on, script, seed, timesteps, runs_dir, deadline) for script, seed in names]
+            codes = [pool.submit(learn_on, name, seed, runs_dir, deadline) for name, seed in runs]
             codes = [code.result() for code in codes]
         except BaseException:
             deadline.at = 0.0  # the children too are to stop
             raise
-    trials = [learned(script, seed, code, runs_dir) for (script, seed), code in zip(names, codes, strict=True)]
+    trials = [learned(name, seed, code, runs_dir) for (name, seed), code in zip(runs, codes, strict=True)]
     record = {**benchmark_record("gpu", device), "runs": [asdict(trial) for trial in trials]}
     write_json_atomically(out / "learn.json", record)
     for trial in trials:
@@ -45,23 +109,24 @@ def learn(
     return 1 if any(trial.exit_code for trial in trials) else 0
 
 
-def learn_on(script: str, seed: int, timesteps: int, runs_dir: Path, deadline: Deadline) -> int:
-    """One run from its last checkpoint, or from the start; its exit code."""
-    name = f"{script}__{seed}"
-    command = [sys.executable, str(REPOSITORY / "leanrl" / f"{script}.py")]
-    if (runs_dir / name / "args.json").exists():
-        command += ["--resume", str(runs_dir / name)]
+def learn_on(name: Learning, seed: int, runs_dir: Path, deadline: Deadline) -> int:
+    """One run from its last checkpoint, or from the start, unless it has learned its task; its exit code."""
+    task, run_name = TASKS[name], f"{name}__{seed}"
+    command = [sys.executable, str(REPOSITORY / "leanrl" / f"{task.script}.py"), f"--total-timesteps={task.timesteps}"]
+    if (runs_dir / run_name / "args.json").exists():
+        if task.is_learned(runs_dir / run_name):
+            return 0
+        command += ["--resume", str(runs_dir / run_name)]
     else:
-        command += [f"--seed={seed}", f"--runs-dir={runs_dir}", f"--run-name={name}", *LEARNING_FLAGS]
-    command.append(f"--total-timesteps={timesteps}")
-    code, _ = run_child(command, deadline, runs_dir / f"{name}.log")
+        command += [f"--env-id={task.env_id}", f"--seed={seed}", f"--runs-dir={runs_dir}", f"--run-name={run_name}"]
+        command += LEARNING_FLAGS
+    code, _ = run_child(command, Enough(deadline, task, runs_dir / run_name), runs_dir / f"{run_name}.log")
     return code
 
 
-def learned(script: str, seed: int, exit_code: int, runs_dir: Path) -> Trial:
+def learned(name: Learning, seed: int, exit_code: int, runs_dir: Path) -> Trial:
     """What a learning run has left so far."""
-    run_dir = runs_dir / f"{script}__{seed}"
-    trial = Trial(script, seed, [], str(run_dir), exit_code)
+    trial = Trial(name, seed, [], str(runs_dir / f"{name}__{seed}"), exit_code)
     trial.read()
     return trial
 
@@ -70,20 +135,21 @@ def learning_table(trials: Sequence[Trial]) -> str:
     """Steps so far, return and time of each run."""
     cells = []
     for trial in trials:
-        summary = trial.summary
+        summary, task = trial.summary, TASKS[trial.label]
+        who = f"{task.script}, {task.env_id}, seed {trial.seed}"
         if not summary:
-            cells.append((f"{trial.label}, seed {trial.seed}", "-", "-", "-", "-", f"exit {trial.exit_code}"))
+            cells.append((who, "-", "-", "-", "-", f"exit {trial.exit_code}"))
             continue
-        done = "interrupted" if summary["interrupted"] else "done"
+        done = not summary["interrupted"] or task.is_learned(Path(trial.run_dir))
         reached = [] if summary["episodic_return"] is None else [summary["episodic_return"]]
         cells.append(
             (
-                f"{trial.label}, seed {trial.seed}",
+                who,
                 f"{summary['global_step']:,}",
-                mean_std(reached),
+                mean_std(reached, digits=1),
                 f"{summary['wall_seconds']:,.0f}",
                 f"{summary['sps']:,.0f}",
-                f"exit {trial.exit_code}" if trial.exit_code else done,
+                f"exit {trial.exit_code}" if trial.exit_code else "done" if done else "to go on",
             )
         )
     legend = (
@@ -94,18 +160,22 @@ def learning_table(trials: Sequence[Trial]) -> str:
 
 
 def draw_learning(trials: Sequence[Trial]):
-    """Episodic return against steps and against wall clock, a line a run, a colour a script."""
+    """Episodic return against steps and against wall clock; a row an environment, a line a run, a colour a task."""
     from matplotlib.figure import Figure  # not pyplot, which would look for a screen
 
-    figure = Figure(figsize=(14, 5), layout="constrained", dpi=120)
-    colors = dict(zip(LEARNING, COLORS[1:], strict=False))
+    env_ids = list(dict.fromkeys(TASKS[trial.label].env_id for trial in trials))
+    figure = Figure(figsize=(14, 1 + 4 * len(env_ids)), layout="constrained", dpi=120)
+    colors = dict(zip(TASKS, COLORS[1:], strict=False))
     x_labels = {"global_step": "environment steps", "charts/wall_seconds": "seconds of wall clock, all starts together"}
-    for axes, (x_key, x_label) in zip(figure.subplots(1, 2), x_labels.items(), strict=True):
-        for trial in trials:
-            label = trial.label if trial.seed == trials[0].seed else None
-            axes.plot(*compare.learning_curve(trial, x_key), color=colors[trial.label], label=label)
-        axes.set_xlabel(x_label)
-        axes.set_title("Episodic return in training", loc="left")
-        clean(axes)
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", frameon=False)
+    panels = figure.subplots(len(env_ids), 2, squeeze=False)
+    for env_id, line in zip(env_ids, panels, strict=True):
+        for axes, (x_key, x_label) in zip(line, x_labels.items(), strict=True):
+            for trial in trials:
+                if TASKS[trial.label].env_id == env_id:
+                    label = trial.label if trial.seed == trials[0].seed else None
+                    axes.plot(*compare.learning_curve(trial, x_key), color=colors[trial.label], label=label)
+            axes.set_xlabel(x_label)
+            axes.set_title(f"Episodic return in training, {env_id}", loc="left")
+            axes.legend(frameon=False)
+            clean(axes)
     return figure

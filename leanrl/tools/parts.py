@@ -65,11 +65,11 @@ class Args:
         "td3_continuous_action_torchcompile:compile",
         "sac_continuous_action_torchcompile:compile",
     )
-    """SCRIPT:MODE each, off-policy ones; MODE is eager, compile, cudagraphs or compile+cudagraphs"""
+    """SCRIPT:MODE each; MODE is eager, compile, cudagraphs or compile+cudagraphs"""
     steps: int = 1000
-    """environment steps with an update, of which the parts are the mean"""
+    """environment steps with an update, of which the parts are the mean; on-policy scripts take whole rollouts"""
     learning_starts: int = 1000
-    """environment steps before them"""
+    """environment steps before them, of off-policy scripts"""
     runs_dir: str = "runs"
     """folder of the default --out"""
     out: str | None = None
@@ -120,10 +120,15 @@ def take_apart(entry: str, args: Args) -> dict:
 def command(entry: str, args: Args) -> tuple[str, list[str], list[str]]:
     """What runs for ``SCRIPT:MODE``: the script, its flags, and those of the mode."""
     script, levers = parse_entry(entry, "scripts")
-    if not hasattr(importlib.import_module(f"leanrl.{script}").Args, "learning_starts"):
-        raise UsageError(f"--scripts {entry}: only off-policy scripts can be taken apart yet")
-    flags = [f"--learning-starts={args.learning_starts}", "--log-every=1000000", *args.script_args]
-    flags += [f"--total-timesteps={args.learning_starts + args.steps}"]
+    if "envpool" in script or script.startswith("cleanba_"):
+        raise UsageError(f"--scripts {entry}: cannot be taken apart here; see leanrl.tools.parts_atari for Atari")
+    script_args = importlib.import_module(f"leanrl.{script}").Args
+    if hasattr(script_args, "learning_starts"):
+        flags = [f"--learning-starts={args.learning_starts}", "--log-every=1000000"]
+        num_steps = args.learning_starts + args.steps
+    else:  # whole rollouts, each with its updates
+        flags, num_steps = [], math.ceil(args.steps / script_args.num_steps) * script_args.num_steps
+    flags += [*args.script_args, f"--total-timesteps={num_steps}"]
     return script, flags, [f"--{lever}" for lever in LEVERS if lever in (levers or ())]
 
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -26,7 +27,7 @@ import torch
 import tyro
 
 import leanrl.ppo_atari_envpool as reference
-from leanrl.support.atari import AtariVectorEnv, make_atari_envs
+from leanrl.support.atari import PROTOCOLS, AtariVectorEnv, make_atari_envs
 from leanrl.support.envs import EnvPoolVectorEnv
 from leanrl.support.errors import UsageError, bad, require_at_least
 from leanrl.support.run import Run, synchronize
@@ -91,18 +92,24 @@ def main(args: Args) -> int:
         alone = in_process(envpool_alone, args.env_id, num_envs)["sps"]
         print(f"EnvPool alone, {num_envs} environments: {alone:,.0f} steps/s", flush=True)
         for entry in args.scripts:
-            script, levers = parse_entry(entry, "scripts")
-            mode = [f"--{lever}" for lever in LEVERS if lever in (levers or ())]
-            flags = [f"--env-id={args.env_id}", f"--num-envs={num_envs}", *args.script_args]
-            found = in_process(observe_run, script, [*flags, *mode], args.iterations)
-            label = " ".join([script, *mode, *args.script_args])
-            rows.append({"who": label, "num_envs": num_envs, "envpool_sps": alone, **found})
-            rows[-1]["floors_us"]["emulation"] = 1e6 / alone
-            print(f"{label}, {num_envs} environments: {found['sps']:,.0f} steps/s", flush=True)
+            rows.append(measure(entry, args.env_id, num_envs, args.iterations, args.script_args, alone))
+            print(f"{rows[-1]['who']}, {num_envs} environments: {rows[-1]['sps']:,.0f} steps/s", flush=True)
     record = {**benchmark_record("parts_atari", device), "env_id": args.env_id, "rows": rows}
     text = f"{args.env_id}, {describe_machine(record['machine'])}\n\n{render_table(rows)}"
     write_results(out, "parts_atari", record, text, draw(rows))
     return 0
+
+
+def measure(
+    entry: str, env_id: str, num_envs: int, iterations: int, script_args: Sequence[str], envpool_sps: float
+) -> dict:
+    """One row: the speed of ``SCRIPT:MODE``, microseconds of a step by part, and their floors."""
+    script, levers = parse_entry(entry, "scripts")
+    mode = [f"--{lever}" for lever in LEVERS if lever in (levers or ())]
+    flags = [f"--env-id={env_id}", f"--num-envs={num_envs}", *script_args, *mode]
+    row = in_process(observe_run, script, flags, iterations)
+    row["floors_us"]["emulation"] = 1e6 / envpool_sps
+    return {"who": " ".join([script, *mode, *script_args]), "num_envs": num_envs, "envpool_sps": envpool_sps, **row}
 
 
 # ---------------------------------------------------------------------------------------------------- IN A PROCESS
@@ -125,9 +132,14 @@ def write_result(path: Path, fn: Callable, *args) -> None:
     path.write_text(json.dumps(fn(*args)))
 
 
-def envpool_alone(env_id: str, num_envs: int) -> dict:
-    """Steps per second of one pool that gets random actions."""
-    envs = make_atari_envs(env_id, num_envs, seed=1)
+def envpool_alone(env_id: str, num_envs: int, protocol: str = "cleanrl", num_threads: int = 0) -> dict:
+    """Steps per second of one pool that gets random actions.
+
+    Args:
+        protocol: a key of PROTOCOLS.
+        num_threads: of EnvPool; 0 for its own choice.
+    """
+    envs = make_atari_envs(env_id, num_envs, 1, PROTOCOLS[protocol], num_threads=num_threads)
     actions = np.random.default_rng(0).integers(0, envs.single_action_space.n, (1000, num_envs))
     envs.reset()
     for action in actions[:20]:
@@ -171,18 +183,19 @@ def observe_run(script: str, flags: list[str], iterations: int) -> dict:
             found["parts_us"][REST] = 1e6 / found["sps"] - sum(found["parts_us"].values())
             return super().finish(state)
 
-    module.Run = WatchedRun
+    home = getattr(module, "sibling", module)  # a one-graph rung's loop is its sibling's
+    home.Run = WatchedRun
     EnvPoolVectorEnv.send = timed("emulation", EnvPoolVectorEnv.send)
     AtariVectorEnv.recv = timed("emulation", AtariVectorEnv.recv)
     if hasattr(module, "make_executables"):
-        make_executables = module.make_executables
 
         def make_timed_executables(*args):
-            policy_step, update = make_executables(*args)
-            return timed("inference", policy_step), timed("update", update)
+            act, train_epoch = module.make_executables(*args)
+            return timed("inference", act), timed("update", train_epoch)
 
-        module.make_executables = make_timed_executables
+        train = partial(home.main, make_executables=make_timed_executables, script_file=module.__file__)
     else:
+        train = module.main
         make_update, act = module.make_update, module.Agent.get_action_and_value
         timed_act = timed("inference", act)
         module.make_update = lambda *args: timed("update", make_update(*args))
@@ -190,7 +203,7 @@ def observe_run(script: str, flags: list[str], iterations: int) -> dict:
         module.Agent.get_action_and_value = lambda *args: (act if torch.is_grad_enabled() else timed_act)(*args)
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         args.runs_dir, args.run_name = folder, "run"
-        module.main(args)
+        train(args)
     return {**found, "floors_us": floors(args)}
 
 
