@@ -10,8 +10,8 @@ usage() {
 ./run.sh bench [FLAGS]      ours against Stable-Baselines3 and SBX, in turn in one run (installs them first)
 ./run.sh SCRIPT [FLAGS]     a training script, e.g. ./run.sh ppo_continuous_action_torchcompile --compile
 ./run.sh gpu [FLAGS]        on a GPU: checks, then the speed of every script in every mode, in 10 minutes
-./run.sh TOOL [FLAGS]       compare, evaluate, plot, peers, ablate, parts, parts_atari, scaling, reproduce, timeline,
-                            benchmark or plan_layout
+./run.sh TOOL [FLAGS]       compare, evaluate, plot, peers, ablate, parts, parts_atari, scaling, reproduce, benchmark
+                            or plan_layout
 ./run.sh SCRIPT --help      what a script or tool takes
 
 Environment variables:

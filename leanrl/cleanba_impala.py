@@ -92,14 +92,14 @@ def validate(args: Args) -> None:
     require_positive(args, "learning_rate", "max_grad_norm", "rho_bar", "c_bar")
     require_unit_interval(args, "gamma")
     if not args.channels or min(args.channels) < 1:
-        raise bad("channels", " ".join(map(str, args.channels)), "needs at least one stage, of at least 1 channel")
+        raise bad("channels", args.channels, "needs at least one stage, of at least 1 channel")
 
 
 def validate_shards(args: Args, layout: Layout) -> None:
     """Raises UsageError unless the environments of a shard divide into minibatches and those into their parts."""
     if layout.shard_size % (args.num_minibatches * args.gradient_accumulation_steps):
-        needed = f"times the parts of each must divide the {layout.shard_size} environments of a shard"
-        raise bad("num_minibatches", args.num_minibatches, needed)
+        needed = f"times --gradient-accumulation-steps {args.gradient_accumulation_steps} must divide"
+        raise bad("num_minibatches", args.num_minibatches, f"{needed} the {layout.shard_size} environments of a shard")
 
 
 # ---------------------------------------------------------------------------------------------------------- NETWORKS
@@ -387,13 +387,18 @@ def make_executables(functions: Sequence[Callable], args: Args, device: torch.de
 
 
 def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
-    """The most likely actions of a saved model: observations [N, ...] -> actions [N]."""
+    """The policy of a saved model: observations [N, ...] -> actions [N], sampled as in training.
+
+    The likeliest action alone can stay for ever where it does nothing, say before Breakout's next ball.
+    """
     agent = make_agent(envs.single_observation_space, int(envs.single_action_space.n), Args(**model["network"]))
     agent.load_state_dict(model["agent"])
+    generator = torch.Generator().manual_seed(0)
 
     @torch.no_grad()
     def policy(obs: np.ndarray) -> np.ndarray:
-        return agent(torch.from_numpy(obs))[0].argmax(1).numpy()
+        logits, _ = agent(torch.from_numpy(obs))
+        return torch.multinomial(logits.softmax(1), 1, generator=generator).squeeze(1).numpy()
 
     return policy
 

@@ -94,16 +94,15 @@ def validate(args: Args) -> None:
     require_positive(args, "learning_rate", "max_grad_norm")
     require_unit_interval(args, "gamma", "gae_lambda")
     if not args.channels or min(args.channels) < 1:
-        raise bad("channels", " ".join(map(str, args.channels)), "needs at least one stage, of at least 1 channel")
+        raise bad("channels", args.channels, "needs at least one stage, of at least 1 channel")
 
 
 def validate_shards(args: Args, layout: Layout) -> None:
     """Raises UsageError unless a shard divides into minibatches and those into their parts."""
     num_rows, num_parts = layout.shard_size * args.num_steps, args.num_minibatches * args.gradient_accumulation_steps
     if num_rows % num_parts:
-        raise bad(
-            "num_minibatches", args.num_minibatches, f"times the parts of each must divide a shard, {num_rows} rows"
-        )
+        needed = f"times --gradient-accumulation-steps {args.gradient_accumulation_steps} must divide"
+        raise bad("num_minibatches", args.num_minibatches, f"{needed} the {num_rows} steps of a shard's rollout")
     if args.norm_adv and num_rows // num_parts < 2:
         raise bad("num_minibatches", args.num_minibatches, "leaves minibatches of 1, which --norm-adv cannot normalise")
 
@@ -452,13 +451,18 @@ def make_executables(functions: Sequence[Callable], args: Args, device: torch.de
 
 
 def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
-    """The most likely actions of a saved model: observations [N, ...] -> actions [N]."""
+    """The policy of a saved model: observations [N, ...] -> actions [N], sampled as in training.
+
+    The likeliest action alone can stay for ever where it does nothing, say before Breakout's next ball.
+    """
     agent = make_agent(envs.single_observation_space, int(envs.single_action_space.n), Args(**model["network"]))
     agent.load_state_dict(model["agent"])
+    generator = torch.Generator().manual_seed(0)
 
     @torch.no_grad()
     def policy(obs: np.ndarray) -> np.ndarray:
-        return agent(torch.from_numpy(obs))[0].argmax(1).numpy()
+        logits, _ = agent(torch.from_numpy(obs))
+        return torch.multinomial(logits.softmax(1), 1, generator=generator).squeeze(1).numpy()
 
     return policy
 

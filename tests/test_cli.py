@@ -39,6 +39,7 @@ FAST_FLAGS = {"--compile", "--no-compile", "--cudagraphs", "--no-cudagraphs"}
 def test_help(script, capsys):
     assert run(script, "--help") == 0
     text = capsys.readouterr().out
+    assert text.startswith(f"usage: python leanrl/{script}.py ")
     flags = set(re.findall(r"--[\w-]+", text))
     assert flags >= COMMON_FLAGS
     if script in FAST_SCRIPTS:

@@ -2,14 +2,18 @@
 
 import dataclasses
 import importlib
+import itertools
 import json
 import re
 import signal
 import socket
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from gymnasium.spaces import Box, Discrete
 from scripts import course, newest_checkpoint, run, summary
 from sebulba_runs import DISTRIBUTED, finish, last_line, launch, ranks_of, run_alone, tiny, wait_for_log
 
@@ -67,13 +71,28 @@ def test_a_run_and_its_records(monkeypatch, tmp_path, script):
     for line in lines:
         assert set(line["spans"]) == names
         for spans in line["spans"].values():
-            assert all(start <= end for _, start, end in spans) and spans[0][2] == spans[1][1]
+            assert all(start <= end for _, start, end in spans)
+            assert all(before[2] == after[1] for before, after in itertools.pairwise(spans))
+    assert [kind for kind, *_ in lines[0]["spans"]["actor thread 1 (rank 0)"]][1:] == ["wait for parameters", "rollout"]
 
 
 def test_a_saved_agent_plays(monkeypatch, tmp_path):
     assert run_alone(monkeypatch, "cleanba_impala", *tiny(tmp_path, "--total-timesteps=40960", "--save-model")) == 0
-    returns = play(tmp_path / "run", episodes=5)
-    assert len(returns) == 5 and min(returns) > 20  # a random policy has 22 on average, the greedy one 9
+    returns = play(tmp_path / "run", episodes=10)
+    assert len(returns) == 10 and sum(returns) / 10 > 60  # a random policy has 22 on average
+
+
+@pytest.mark.parametrize("script", DISTRIBUTED)
+def test_a_saved_agent_acts_as_in_training(script):
+    module = importlib.import_module(f"leanrl.{script}")
+    torch.manual_seed(0)
+    agent = module.VectorAgent(4, 3)
+    torch.nn.init.normal_(agent.actor[-1].bias)
+    spaces = {"single_observation_space": Box(-1, 1, (4,)), "single_action_space": Discrete(3)}
+    policy = module.load_policy({"agent": agent.state_dict(), "network": {}}, SimpleNamespace(**spaces))
+    obs = torch.randn(1, 4)
+    frequencies = np.bincount(policy(obs.expand(10_000, -1).numpy())) / 10_000
+    assert frequencies == pytest.approx(agent(obs)[0].softmax(1)[0].tolist(), abs=0.02) and max(frequencies) < 0.9
 
 
 def test_an_agent_plays_what_gymnasium_does_not_have(monkeypatch, tmp_path):
@@ -123,12 +142,16 @@ def test_signals_stop_all_ranks_and_resume_continues(tmp_path):
 
 
 @pytest.mark.parametrize("script", DISTRIBUTED)
-def test_resume_restores_all(monkeypatch, tmp_path, script):
+def test_resume_restores_all(monkeypatch, capsys, tmp_path, script):
     flags = tiny(tmp_path, "--total-timesteps=2560")
     assert run_alone(monkeypatch, script, *flags) == 0
     before = newest_checkpoint(tmp_path / "run")[1]
     rows = course(tmp_path / "run")
     assert run_alone(monkeypatch, script, *flags) == 2  # it exists
+    capsys.readouterr()
+    assert run_alone(monkeypatch, script, "--resume", tmp_path / "run", "--learner-device-ids", 0, 1) == 2
+    reason = "--learner-device-ids 0 1: cannot change on --resume, the run was started with 0"
+    assert capsys.readouterr().err == f"{script}.py: {reason}\n"
     assert run_alone(monkeypatch, script, "--resume", tmp_path / "run") == 0
     after = newest_checkpoint(tmp_path / "run")[1]
     assert course(tmp_path / "run") == rows
@@ -299,6 +322,10 @@ def test_bad_values_are_one_line_and_nothing_is_written(capsys, tmp_path, script
         (["--capture-video"], "--capture-video: "),
         (["--distributed"], "--distributed: SLURM_JOB_ID is not set"),
         (["--exact-reduction"], "use --num-shards 2"),
+        (
+            ["--num-minibatches=3", "--gradient-accumulation-steps=2"],
+            "--num-minibatches 3: times --gradient-accumulation",
+        ),
     ],
 )
 def test_more_bad_input(capsys, tmp_path, monkeypatch, flags, words):
@@ -316,6 +343,15 @@ def test_ranks_that_do_not_fit_the_layout(capsys, tmp_path, monkeypatch):
     assert "3 processes were started, but this layout has 2 a group" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flags", [["--env-id=CartPol-v1"], ["--torso=nature"], [f"--seed={2**32}"]], ids=" ".join)
+def test_a_rank_refuses_before_anything_is_written(capsys, monkeypatch, tmp_path, flags):
+    """As under torchrun, which starts ranks without a launcher of ours."""
+    assert run_alone(monkeypatch, "cleanba_ppo", *tiny(tmp_path / "runs"), *flags) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"cleanba_ppo.py: {flags[0].replace('=', ' ')}: ") and err.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_launcher_refuses_in_one_line(tmp_path):
     """What a process of the run finds out is told once, too."""
     (tmp_path / "run").mkdir()
@@ -323,6 +359,9 @@ def test_a_launcher_refuses_in_one_line(tmp_path):
     code, out = finish(launch("cleanba_ppo", *tiny(tmp_path, "--learner-device-ids", 1, 2)))
     assert code == 2 and out.count("\n") == 1
     assert re.match(r"cleanba_ppo.py: --run-name run: .* exists; continue it with --resume", last_line(out))
+    # What all of them would find out is told by none of them.
+    code, out = finish(launch("cleanba_ppo", *tiny(tmp_path, "--learner-device-ids", 1, 2, "--seed", 2**32)))
+    assert (code, out) == (2, "cleanba_ppo.py: --seed 4294967296: must be between 0 and 2**32 - 1\n")
 
 
 @pytest.mark.parametrize("name", ["most_frames", "best_convergence"])

@@ -172,6 +172,27 @@ def test_peak_memory_of_a_run(tmp_path):
     assert trials.peak_memory_mb(2**22 + 1) is None  # no such process
 
 
+HUNGRY = "block = b'x' * 10**8; time.sleep(1)"
+LAUNCH = f"""
+import subprocess, time
+ranks = [subprocess.Popen([sys.executable, *sys.argv], env={{**os.environ, "RANK": str(rank)}}) for rank in (0, 1)]
+compiler = subprocess.Popen([sys.executable, "-c", "import time; {HUNGRY}"])
+for process in (*ranks, compiler):
+    process.wait()
+time.sleep(0.6)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
+def test_peak_memory_of_a_distributed_run(tmp_path):
+    """The ranks count, which the launcher starts with its own flags, and no other process that it starts."""
+    script = fake_script(tmp_path, "distributed", f"{LAUNCH}\n{GOOD}")
+    path = tmp_path / "distributed.py"
+    path.write_text(f"import os, time\nif 'RANK' in os.environ:\n    {HUNGRY}\n    os._exit(0)\n{path.read_text()}")
+    (trial,) = run_trials([script], [1], tmp_path / "runs")
+    assert not trial.failure and 200 < trial.peak_memory_mb < 270
+
+
 def test_refused_flags_stop_everything(tmp_path, capfd):
     refused = fake_script(tmp_path, "refused", "sys.exit(2)")
     with pytest.raises(SystemExit) as end:

@@ -285,6 +285,16 @@ def test_video_shows_the_first_episode(opengl, tmp_path, monkeypatch, capsys):
     assert np.abs(frames[-1] - frames[0]).mean() > 0.5
 
 
+def test_classic_control_can_be_filmed(capfd):
+    env = evaluation.make_rendering_env("CartPole-v1")
+    first = env.render()
+    for _ in range(8):
+        env.step(1)
+    assert first.shape == env.render().shape == (400, 600, 3) and (first != env.render()).any()
+    env.close()
+    assert capfd.readouterr() == ("", "")  # of a screen that is missing, say
+
+
 @pytest.mark.parametrize("script", ATARI[1:], indirect=True)
 def test_video_of_a_game_shows_the_console(run_dir, monkeypatch):
     score = evaluation.play(run_dir, 1)

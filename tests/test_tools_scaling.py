@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from test_tools_compare import canned, cells, run_tool_in_process
 
+from leanrl.support.errors import UsageError
 from leanrl.tools import scaling, trials
 from leanrl.tools.common import COLORS
 from leanrl.tools.trials import Contender, Trial
@@ -83,6 +84,13 @@ def test_bad_input_is_one_line(fake_runs, monkeypatch, capsys, flags, said):
 
 
 # ------------------------------------------------------------------------------------------------------------ RESULTS
+
+
+def test_flags_of_one_graph_rungs_are_checked_too():
+    command = ("python", "leanrl/td3_continuous_action_onegraph.py", "--gamma=2")
+    scaling.require_valid(Contender("one graph", command[:2]))
+    with pytest.raises(UsageError, match=r"--gamma 2\.0: "):
+        scaling.require_valid(Contender("one graph", command))
 
 
 def test_table_order_and_picture(fake_runs, tmp_path, monkeypatch, capsys):

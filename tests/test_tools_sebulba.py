@@ -3,13 +3,14 @@
 import json
 import shlex
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 import leanrl.cleanba_ppo as ppo
 from leanrl.support.errors import UsageError
-from leanrl.tools import benchmark, plan_layout, reproduce, timeline
+from leanrl.tools import benchmark, plan_layout, plot, reproduce, timeline, trials
 from leanrl.tools.trials import REPOSITORY
 
 TEMPLATE = REPOSITORY / "leanrl" / "tools" / "cleanba.slurm"
@@ -22,8 +23,10 @@ def run_dir(tmp_path):
         {"learner 0 (rank 0)": [["wait for rollouts", 13.0, 13.5], ["update", 13.5, 14.0]]},
     ]
     lines = [json.dumps({"update": i, "global_step": i, "spans": s}) + "\n" for i, s in enumerate(spans)]
-    (tmp_path / "timeline.jsonl").write_text("".join(lines) + '{"torn')
-    return tmp_path
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "timeline.jsonl").write_text("".join(lines) + '{"torn')
+    (tmp_path / "run" / "args.json").write_text("{}")
+    return tmp_path / "run"
 
 
 def test_timeline_counts_and_draws(run_dir, capsys):
@@ -31,9 +34,12 @@ def test_timeline_counts_and_draws(run_dir, capsys):
     assert spans["learner 0 (rank 0)"][2] == ("wait for rollouts", 3.0, 3.5)
     assert [round(part, 3) for *_, part in timeline.shares(spans)] == [0.375, 0.625]
     assert timeline.read_spans(run_dir, 1)["learner 0 (rank 0)"][0] == ("wait for rollouts", 0.0, 0.5)
-    assert timeline.main(timeline.Args(run_dir)) == 0
+    assert plot.main(plot.Args(runs=(str(run_dir),), timeline=10)) == 0
     assert (run_dir / "timeline.png").stat().st_size > 5_000
     assert "62%" in capsys.readouterr().out
+    out = run_dir / "deep" / "who_waits"
+    assert plot.main(plot.Args(runs=(str(run_dir.parent),), timeline=1, out=out)) == 0
+    assert out.with_suffix(".png").stat().st_size > 5_000 and "50%" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("content", [None, "", "{}\n", "garbage\n", '{"spans": 3}\n'])
@@ -42,6 +48,14 @@ def test_timeline_of_what_has_none(tmp_path, content):
         (tmp_path / "timeline.jsonl").write_text(content)
     with pytest.raises(UsageError, match=r"timeline\.jsonl"):
         timeline.read_spans(tmp_path, 10)
+
+
+def test_a_timeline_is_one_runs(run_dir, tmp_path):
+    for runs, reason in (((), "name some"), ((str(run_dir), str(run_dir)), "there are 2 runs")):
+        with pytest.raises(UsageError, match=reason):
+            plot.main(plot.Args(runs=runs, timeline=10, out=tmp_path / "picture"))
+    with pytest.raises(UsageError, match="--timeline 0: must be at least 1"):
+        plot.main(plot.Args(runs=(str(run_dir),), timeline=0))
 
 
 COMMAND = ("leanrl/cleanba_ppo.py", "--device", "cpu")
@@ -115,13 +129,27 @@ def test_reproduce_refuses(changes, message):
         reproduce.main(reproduce.Args(**changes))
 
 
+def test_groups_start_as_slurms_tasks_and_one_that_fails_is_told(tmp_path, capfd):
+    tell = (
+        "import os, sys, pathlib; pathlib.Path(sys.argv[1], os.environ['SLURM_PROCID']).write_text(repr(sys.argv[2:]))"
+    )
+    environ = "assert os.environ['SLURM_NTASKS'] == '2' and os.environ['SLURM_JOB_ID'].isdigit()"
+    trials.run_groups("a0-l0-d2", [sys.executable, "-c", f"{tell}; {environ}", str(tmp_path)], 2)
+    assert [(tmp_path / number).read_text() for number in "01"] == ["['--distributed']"] * 2
+    with pytest.raises(SystemExit) as end:
+        trials.run_groups("a0-l0-d1", [sys.executable, "-c", "import sys; sys.exit(len(sys.argv) + 2)"], 1)
+    assert end.value.code == 3 and capfd.readouterr().err == "a0-l0-d1: ended with exit code 3\n"
+
+
 # -------------------------------------------------------------------------------------------------------------- PLANS
 
+UPDATE = ((24, plan_layout.Cost(2.0, 2.0)), (48, plan_layout.Cost(4.0, 4.0)))
 PARTS = plan_layout.Parts(
     inference=0.6,
     emulation=0.4,
     rollout=plan_layout.Cost(1.0, 1.0),
-    update=((24, plan_layout.Cost(2.0, 2.0)), (48, plan_layout.Cost(4.0, 4.0))),
+    update=UPDATE,
+    update_alone=UPDATE,
     message=(0.0, 1e-6),
     reduction=(0.0, 1e-7),
     rollout_bytes=10_000,
@@ -130,9 +158,9 @@ PARTS = plan_layout.Parts(
 )
 
 
-def predicted(layout, cores=16, machines=1, **flags):
+def predicted(layout, cores=16, machines=1, parts=PARTS, **flags):
     args = ppo.Args(**{"device": "cpu", "local_num_envs": 48, "num_actor_threads": 1, **flags})
-    return plan_layout.predict(layout, PARTS, args, cores, machines, link_gbytes=1.0)
+    return plan_layout.predict(layout, parts, args, cores, machines, link_gbytes=1.0)
 
 
 def test_a_plan_adds_up():
@@ -146,6 +174,12 @@ def test_a_plan_adds_up():
     assert two.sps == pytest.approx(48 * 128 / 3.44)
     apart = predicted("a0-l1-d1")
     assert apart.seconds["transfer"] == pytest.approx(0.48 + 1.0) and apart.devices == 2
+
+
+def test_a_plan_knows_that_a_learner_alone_takes_more_threads():
+    parts = replace(PARTS, update_alone=((24, plan_layout.Cost(1.5, 3.0)), (48, plan_layout.Cost(3.0, 6.0))))
+    seconds = [predicted(layout, parts=parts).seconds["update"] for layout in ("a0-l0-d1", "a0-l1-d1", "a0-l0-d2")]
+    assert seconds == [3.0, 4.0, 4.0]
 
 
 def test_a_plan_knows_the_cores_and_the_lag():
@@ -169,6 +203,7 @@ def test_the_parts_of_a_plan_are_measured(tmp_path, capsys):
     record = json.loads((tmp_path / "plan_layout.json").read_text())
     assert [p["layout"] for p in record["predictions"]] == ["a0-l0-d1"] and record["predictions"][0]["sps"] > 0
     parts = record["parts"]
+    assert parts["update_alone"] == parts["update"]  # minibatches of 32 rows take one thread
     assert all(parts[name] > 0 for name in ("inference", "emulation", "rollout_bytes", "params", "steps"))
     assert "Fastest: a0-l0-d1" in out
 

@@ -26,8 +26,8 @@ class SebulbaArgs(RunArgs):
     cudagraphs: bool = False
     """replay inference and update as CUDA graphs (tensordict's CudaGraphModule)"""
     num_threads: int | None = None
-    """CPU threads of a learner; by default all cores where it is the only process, works on images or large
-    minibatches, and neither --policy-lag nor --exact-reduction is given; else 1. Acting uses 1."""
+    """CPU threads of a learner; by default all cores where it is the only process, the lag is 0, and images or large
+    minibatches are learned from without --exact-reduction; else 1. Acting uses 1."""
     env_threads: int | None = None
     """C++ threads of each actor thread's EnvPool; by default its part of the cores"""
 
@@ -100,7 +100,7 @@ def resolve_devices(args: SebulbaArgs) -> torch.device:
             ids = getattr(args, name)
             if max(ids) >= torch.cuda.device_count():
                 there = f"this machine has {torch.cuda.device_count()} CUDA device(s), numbered from 0"
-                raise bad(name, " ".join(map(str, ids)), there)
+                raise bad(name, ids, there)
     return torch.device(device.type)
 
 

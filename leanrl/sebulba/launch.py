@@ -20,6 +20,7 @@ from leanrl.sebulba.status import Status
 from leanrl.sebulba.supervisor import Child, supervise
 from leanrl.sebulba.worker import work
 from leanrl.support.errors import UsageError, bad
+from leanrl.support.run import seed_everything
 
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID")
@@ -65,6 +66,7 @@ def start(args: SebulbaArgs, script_file: str, algorithm: Algorithm) -> None:
         _run_rank(args, script_file, algorithm, layout, device)
         return
     # What every process would find out, told once and before any is started.
+    seed_everything(args.seed)
     pool = make_pool(args.env_id, range(1), args.seed, args.protocol)
     algorithm.make_agent(pool.single_observation_space, int(pool.single_action_space.n), args)
     pool.close()

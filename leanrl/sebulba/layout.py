@@ -76,7 +76,7 @@ class Layout:
     ) -> None:
         for name, ids in (("actor_device_ids", actor_device_ids), ("learner_device_ids", learner_device_ids)):
             if not ids or min(ids) < 0 or len(set(ids)) < len(ids):
-                raise bad(name, " ".join(map(str, ids)), "needs at least one device, from 0 on, and none twice")
+                raise bad(name, ids, "needs at least one device, from 0 on, and none twice")
         self.actor_device_ids, self.learner_device_ids = tuple(actor_device_ids), tuple(learner_device_ids)
         self.num_groups = num_groups
         self.num_actor_threads = num_actor_threads

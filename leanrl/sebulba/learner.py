@@ -137,9 +137,12 @@ class Records:
             busy = [["wait for rollouts", times.started, times.filled], ["update", times.filled, times.updated]]
             spans[self._layout.learner_part(learner).name] = busy
             for piece, header in report.pieces:
-                fetched = header.started + header.params_wait
-                played = [["wait for parameters", header.started, fetched], ["rollout", fetched, header.ended]]
-                spans[self._layout.thread_name(piece.actor, piece.thread)] = played
+                started, fetched = header.started, header.started + header.params_wait
+                spans[self._layout.thread_name(piece.actor, piece.thread)] = [
+                    ["wait for a free buffer", started - header.queue_put, started],
+                    ["wait for parameters", started, fetched],
+                    ["rollout", fetched, header.ended],
+                ]
         return {"global_step": self._run.global_step, "update": number, "spans": spans}
 
 

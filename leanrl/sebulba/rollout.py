@@ -32,14 +32,13 @@ class Header(NamedTuple):
 class Rollout:
     """A piece of a rollout, or a whole shard's; all fields are views of ``buffer``.
 
-    ``rewards[t]`` and the flags describe the transition made by ``actions[t]``, from ``obs[t]`` to ``obs[t + 1]``.
+    ``rewards[t]`` and the flags describe the transition made by ``actions[t]``, from ``obs[t]`` to ``obs[t + 1]``,
+    the true last observation where it ended an episode.
     """
 
     buffer: torch.Tensor  # [bytes] uint8
     header: torch.Tensor  # [len(Header)] float64
-    obs: (
-        torch.Tensor
-    )  # [T + 1, n, ...] in the environment's type; where step t ended an episode, obs[t + 1] is its last
+    obs: torch.Tensor  # [T + 1, n, ...] in the environment's type
     actions: torch.Tensor  # [T, n] int64
     logprobs: torch.Tensor  # [T, n] of the actions under the policy that chose them
     rewards: torch.Tensor  # [T, n] what is learned from (clipped, on Atari)

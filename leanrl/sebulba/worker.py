@@ -53,12 +53,7 @@ def work(
     seed_everything(args.seed)
     with ExitStack() as stack:
         lead = part.learner == 0
-        # Before the rendezvous: a run directory that exists is refused at once.
-        run = Run(args, script_file, device, total_steps=last * batch_size) if lead else None
         stop = None if lead else stack.enter_context(StopRequest(quiet=True))
-        collectives = Collectives(layout, part, device, args.timeout, args.exact_reduction)
-        stack.callback(collectives.close)
-
         example = make_pool(args.env_id, range(1), args.seed, args.protocol)
         space, num_actions = example.single_observation_space, int(example.single_action_space.n)
         example.close()
@@ -66,6 +61,11 @@ def work(
         keep_freed_memory()
         agent = algorithm.make_agent(space, num_actions, args).to(device)
         optimizer = algorithm.make_optimizer(agent, args)
+
+        # Before the rendezvous: a run directory that exists is refused at once.
+        run = Run(args, script_file, device, total_steps=last * batch_size) if lead else None
+        collectives = Collectives(layout, part, device, args.timeout, args.exact_reduction)
+        stack.callback(collectives.close)
         if lead and run.resumed is not None:
             agent.load_state_dict(run.resumed["agent"])
             optimizer.load_state_dict(run.resumed["optimizer"])

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import tyro
 
-from leanrl.support.errors import UsageError, bad, changed_fields, flag
+from leanrl.support.errors import UsageError, bad, changed_fields, typed
 
 MAY_CHANGE_ON_RESUME = {"total_timesteps", "device", "compile", "cudagraphs", "track", "checkpoint_every", "resume"}
 
@@ -86,10 +86,14 @@ def parse_args(args_type: type[Args], script: str, argv: list[str] | None = None
         UsageError: ``--resume`` names no run, a run of another script, or a flag that may not change was changed.
     """
     argv = sys.argv[1:] if argv is None else argv
-    description = sys.modules[args_type.__module__].__doc__
+    words = {
+        "args": argv,
+        "prog": f"python leanrl/{script}.py",
+        "description": sys.modules[args_type.__module__].__doc__,
+    }
     resume = _resume_path(argv)
     if resume is None:
-        args = tyro.cli(args_type, args=argv, description=description)
+        args = tyro.cli(args_type, **words)
         if not restarted() or args.run_name is None or not (run_directory(args) / "args.json").exists():
             return args
         resume = str(run_directory(args))
@@ -103,13 +107,13 @@ def parse_args(args_type: type[Args], script: str, argv: list[str] | None = None
     first = args_type(**{name: value for name, value in stored["args"].items() if name in names})
     # Where the run lies now, not where it lay when it was started: run directories may be moved.
     first.runs_dir, first.run_name = str(Path(resume).resolve().parent), Path(resume).resolve().name
-    args = tyro.cli(args_type, args=argv, default=first, description=description)
+    args = tyro.cli(args_type, default=first, **words)
     args.resume = resume
     if run_directory(args).resolve() == Path(resume).resolve():  # the same folder in other words
         args.runs_dir = first.runs_dir
     for name in changed_fields(first, args):
         if name not in MAY_CHANGE_ON_RESUME:
-            was = getattr(first, name)
+            was = typed(getattr(first, name))
             raise bad(name, getattr(args, name), f"cannot change on --resume, the run was started with {was}")
     return args
 
@@ -122,6 +126,3 @@ def run_script(main: Callable[[Args], None], args_type: type[Args], script_file:
         line = " ".join(str(error).split())  # messages of libraries may have several lines
         print(f"{Path(script_file).name}: {line}", file=sys.stderr)
         raise SystemExit(2) from None
-
-
-__all__ = ["RunArgs", "flag", "parse_args", "read_args_json", "restarted", "run_directory", "run_script"]

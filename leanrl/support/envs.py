@@ -255,6 +255,7 @@ def require_vector_observations(envs: VectorEnv, env_id: str) -> None:
 
 
 def use_headless_rendering() -> None:
-    """Lets MuJoCo render without a screen (EGL); call it before mujoco is imported. A set MUJOCO_GL stays."""
-    if not os.environ.get("DISPLAY") and not os.environ.get("MUJOCO_GL"):
-        os.environ["MUJOCO_GL"] = "egl"
+    """Lets MuJoCo (EGL) and pygame render without a screen; call it before they are imported. What is set stays."""
+    if not os.environ.get("DISPLAY"):
+        os.environ["MUJOCO_GL"] = os.environ.get("MUJOCO_GL") or "egl"
+        os.environ["SDL_VIDEODRIVER"] = os.environ.get("SDL_VIDEODRIVER") or "dummy"

@@ -13,9 +13,14 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def typed(value) -> str:
+    """A field's value as it is typed; several, with spaces between them."""
+    return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+
+
 def bad(name: str, value, remedy: str) -> UsageError:
     """The error for field ``name``: ``--num-envs 0: must be at least 1``."""
-    return UsageError(f"{flag(name)} {value}: {remedy}")
+    return UsageError(f"{flag(name)} {typed(value)}: {remedy}")
 
 
 def require_at_least(args, minimum: float, *names: str) -> None:

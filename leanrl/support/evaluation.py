@@ -1,4 +1,4 @@
-"""Playing a saved model: whole episodes, deterministic actions, optionally a video."""
+"""Playing a saved model: whole episodes, optionally a video."""
 
 import importlib
 import math

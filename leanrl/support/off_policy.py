@@ -24,7 +24,7 @@ def require_off_policy(args) -> None:
         raise bad("buffer_size", args.buffer_size, f"does not hold one step of {args.num_envs} environments")
     if args.learning_starts >= args.total_timesteps:
         raise bad(
-            "learning_starts", args.learning_starts, f"leaves nothing of {args.total_timesteps} steps to learn in"
+            "learning_starts", args.learning_starts, f"must be less than --total-timesteps {args.total_timesteps}"
         )
 
 

@@ -41,9 +41,10 @@ class Replay:
         self.capacity = capacity
         self._widths = [obs_dim, obs_dim, action_dim, 1, 1]
         width = sum(self._widths)
-        num_bytes, free = (capacity + 1) * width * torch.float32.itemsize, free_memory(device)
-        if num_bytes > free:
-            raise bad("buffer_size", capacity, f"takes {num_bytes:,} bytes, and {free:,} are free on {device}")
+        row_bytes, free = width * torch.float32.itemsize, free_memory(device)
+        if (capacity + 1) * row_bytes > free:
+            takes = f"takes {(capacity + 1) * row_bytes:,} bytes, and {free:,} are free on {device}"
+            raise bad("buffer_size", capacity, f"{takes}; at most {free // row_bytes - 1} transitions fit")
         # The row behind the ring takes what is written and is no experience.
         self.rows = torch.zeros(capacity + 1, width, device=device)
         # Shape [1]: TorchInductor takes a 0-d int64 CPU tensor for a Python number and loses what is written to it.

@@ -4,7 +4,6 @@ At the default hyperparameters, with HalfCheetah-v5's sizes; the two sides of a 
 rollout (2,048 steps and the like) or an epoch of updates (32).
 """
 
-import os
 import tempfile
 import timeit
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ import torch
 
 import leanrl.ppo_continuous_action as reference
 import leanrl.ppo_continuous_action_torchcompile as fast
-from leanrl.support.devices import update_threads
+from leanrl.support.devices import available_cores, update_threads
 from leanrl.support.envs import env_seeds, make_env, make_envs
 from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.executables import CPU_OPTIONS, CompiledStep, compile_options
@@ -346,7 +345,7 @@ def gae():
 
 @PPO.row
 def threads():
-    cores = len(os.sched_getaffinity(0))
+    cores = available_cores()
     yield pair(f"1 thread, not {cores}: update", updating(num_threads=cores), updating(num_threads=1))
     many = updating(num_envs=64, num_threads=cores)
     yield pair(f"{cores} threads, not 1: update, 64 environments", updating(num_envs=64, num_threads=1), many)
@@ -355,7 +354,7 @@ def threads():
 @PPO.row
 def acting_thread():
     """EnvPool's threads and PyTorch's share the cores. Needs EnvPool."""
-    cores, num_envs = len(os.sched_getaffinity(0)), 64
+    cores, num_envs = available_cores(), 64
     actions = list(np.random.default_rng(1).uniform(-1, 1, (128, num_envs, ACTION_DIM)).astype(np.float32))
 
     def playing(num_threads: int) -> Side:

@@ -298,11 +298,12 @@ def playing(num_threads: int = 1, num_groups: int = 1, **changes) -> Side:
                 step(latest[i])
                 if t < NUM_POLICY_STEPS:
                     pool.send(actions[t, i * size : (i + 1) * size])
-        return (torch.zeros(1),)
+        return games()
 
-    rollout = parts.rollout
-    touched = [rollout.row]
-    return Side(burst, NUM_POLICY_STEPS * NUM_ENVS, NUM_POLICY_STEPS, touched, num_threads)
+    def games():
+        yield torch.cat(latest).float()
+
+    return Side(burst, NUM_POLICY_STEPS * NUM_ENVS, NUM_POLICY_STEPS, [parts.rollout.row], num_threads)
 
 
 @ATARI.row

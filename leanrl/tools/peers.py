@@ -89,7 +89,7 @@ def main(args: Args) -> int:
     for peer in args.peers:
         if peer not in ALGORITHMS[args.algorithm].peers:
             remedy = " ".join(ALGORITHMS[args.algorithm].peers)
-            raise bad("peers", " ".join(args.peers), f"{peer} has no {args.algorithm}; name --peers {remedy}")
+            raise bad("peers", args.peers, f"{peer} has no {args.algorithm}; name --peers {remedy}")
         if importlib.util.find_spec(PEERS[peer]) is None:
             raise UsageError(f"{PEERS[peer]} is not installed; pip install -r requirements/requirements-peers.txt")
     device = target_device(args.script_args)

@@ -11,9 +11,8 @@ like this one for each group, except those that --check runs: they are planned a
 links are not measured: --link-gbytes is taken for messages between GPUs and between machines.
 """
 
+import itertools
 import math
-import os
-import random
 import subprocess
 import sys
 import tempfile
@@ -23,22 +22,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
+import numpy as np
 import torch
 import tyro
 
 from leanrl.sebulba.actor import ActorThread
 from leanrl.sebulba.algorithm import Shards
-from leanrl.sebulba.args import resolve_devices, validate_runtime
+from leanrl.sebulba.args import learner_threads, resolve_devices, validate_runtime
 from leanrl.sebulba.collectives import sum_in_order
 from leanrl.sebulba.environments import make_pool
 from leanrl.sebulba.layout import Layout, parse_layout
 from leanrl.sebulba.params import ParamsSource
 from leanrl.sebulba.rollout import Rollout
-from leanrl.support.devices import available_cores, set_cpu_numerics
+from leanrl.support.devices import available_cores, keep_freed_memory, set_cpu_numerics
 from leanrl.support.errors import UsageError, bad, require_at_least, require_positive
 from leanrl.support.run import synchronize, write_json_atomically
 from leanrl.tools.common import benchmark_record, describe_machine, fresh_folder, markdown_table, run_tool
-from leanrl.tools.trials import REPOSITORY, SCRIPTS, read_json
+from leanrl.tools.trials import SCRIPTS, read_json, run_groups
 
 # Up to 128 devices.
 LAYOUTS = (
@@ -90,6 +90,8 @@ class Parts:
     rollout: Cost
     update: tuple[tuple[int, Cost], tuple[int, Cost]]
     """(environments, cost) of an update, twice"""
+    update_alone: tuple[tuple[int, Cost], tuple[int, Cost]]
+    """likewise, on as many threads as a learner takes that is the only process"""
     message: tuple[float, float]
     """latency in seconds, and seconds a byte, from process to process"""
     reduction: tuple[float, float]
@@ -100,10 +102,11 @@ class Parts:
     steps: int
     """optimiser steps of an update"""
 
-    def update_of(self, num_envs: int) -> Cost:
+    def update_of(self, num_envs: int, alone: bool) -> Cost:
         """The cost of an update on so many environments: a straight line through the two that were measured."""
-        (n0, c0), (n1, c1) = self.update
+        (n0, c0), (n1, c1) = self.update_alone if alone else self.update
         weight = (num_envs - n0) / (n1 - n0)
+        # Far below both, the line through two noisy numbers may fall under 0.
         return Cost(*(max(a + weight * (b - a), 0.2 * a) for a, b in zip(c0, c1, strict=True)))
 
 
@@ -136,7 +139,9 @@ def timed(fn, repeats: int, device: torch.device) -> Cost:
 def measure(args: Args, module, script_args, device: torch.device) -> Parts:
     """Measures every part, in this process and, for messages, in two others."""
     script_args.num_envs = num_envs = script_args.local_num_envs
-    set_cpu_numerics(script_args.num_threads or 1)
+    num_threads = script_args.num_threads or 1
+    set_cpu_numerics(num_threads)
+    keep_freed_memory()
     layout = Layout((0,), (0,), 1, 1, num_envs)
     env_threads = script_args.env_threads or max(1, available_cores() // script_args.num_actor_threads)
     pool = make_pool(script_args.env_id, range(num_envs), script_args.seed, script_args.protocol, env_threads)
@@ -154,9 +159,13 @@ def measure(args: Args, module, script_args, device: torch.device) -> Parts:
     header = piece.read_header()
     pool.close()
 
-    sizes = [max(1, num_envs // 2), num_envs]
-    updates = []
-    for size in sizes:
+    threads_alone = num_threads
+    if device.type == "cpu":
+        one_process = Layout((0,), (0,), 1, script_args.num_actor_threads, num_envs)
+        threads_alone = learner_threads(script_args, one_process, is_image=space.dtype == np.uint8)
+    updates = {}
+    for threads, size in itertools.product({num_threads, threads_alone}, (max(1, num_envs // 2), num_envs)):
+        torch.set_num_threads(threads)
         shard = Rollout.allocate(script_args.num_steps, size, space.shape, piece.obs.dtype, device)
         for target, filled in zip(shard.columns(), piece.columns(), strict=True):
             target.copy_(filled[:, :size])
@@ -164,17 +173,20 @@ def measure(args: Args, module, script_args, device: torch.device) -> Parts:
         optimizer = module.make_optimizer(learner, script_args)
         update = module.make_update(learner, optimizer, Shards([0], [shard], 1, sum_in_order), script_args, device)
         update.warm_up()
-        updates.append((size, timed(lambda update=update: update.run(1), args.repeats, device)))
+        cost = timed(lambda update=update: update.run(1), args.repeats, device)
+        updates[threads] = (*updates.get(threads, ()), (size, cost))
     params = len(optimizer.params)
     num_bytes = len(piece.buffer)
-    message, reduction = measure_links(num_bytes, 4 * params, args.repeats)
     if device.type == "cuda":  # what two processes on a CPU do says nothing about GPUs
         message = reduction = (20e-6, 1 / (1e9 * args.link_gbytes))
+    else:
+        message, reduction = measure_links(num_bytes, 4 * params, args.repeats)
     return Parts(
         inference=header.inference + header.device_to_host,
         emulation=header.env_step,
         rollout=rollout,
-        update=tuple(updates),
+        update=updates[num_threads],
+        update_alone=updates[threads_alone],
         message=message,
         reduction=reduction,
         rollout_bytes=num_bytes // num_envs,
@@ -206,6 +218,7 @@ for operation, size in ((send, sizes[0]), (dist.all_reduce, sizes[1])):
             seconds.append(time.perf_counter() - start)
         if rank == 0:
             print(max(n, 4), sorted(seconds[2:])[repeats // 2])
+dist.barrier()
 dist.destroy_process_group()  # left to the end of the process, gloo's threads may still be there and abort it
 """
 
@@ -240,7 +253,7 @@ def predict(text: str, parts: Parts, script_args, cores: int, machines: int, lin
     layout = Layout(actors, learners, num_groups, threads, local)
     groups = math.ceil(num_groups / machines)
     num_threads, num_learners = groups * len(actors) * threads, groups * len(learners)
-    update = parts.update_of(layout.num_envs // layout.num_learners)
+    update = parts.update_of(layout.num_envs // layout.num_learners, alone=len(layout.parts) == 1)
     rollout = max(parts.rollout.wall, num_threads * parts.rollout.cores / cores)
     if script_args.device != "cpu":  # the threads of a device share it
         rollout = max(rollout, threads * parts.inference)
@@ -301,26 +314,14 @@ def recommend(predictions: Sequence[Prediction], parts: Parts, cores: int) -> li
 
 
 def run_layout(text: str, args: Args, script_args, folder: Path) -> float:
-    """Runs a layout here, all groups on this machine; returns its steps per second. RuntimeError where it fails."""
+    """Runs a layout here, all groups on this machine; returns its steps per second. SystemExit where it fails."""
     actors, learners, num_groups = parse_layout(text)
     num_envs = script_args.local_num_envs * script_args.num_actor_threads * len(actors) * num_groups
     total = args.check_updates * num_envs * script_args.num_steps
     command = [sys.executable, str(SCRIPTS / f"{args.script}.py"), *args.script_args]
     command += ["--actor-device-ids", *map(str, actors), "--learner-device-ids", *map(str, learners)]
     command += [f"--total-timesteps={total}", "--runs-dir", str(folder), "--run-name", text.replace(",", "")]
-    path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
-    environ = {**os.environ, "PYTHONPATH": path}
-    if num_groups > 1:
-        command.append("--distributed")
-        job = {"SLURM_JOB_ID": str(random.randrange(10**6)), "SLURM_STEP_NODELIST": "localhost"}
-        environ |= {**job, "SLURM_NTASKS": str(num_groups)}
-    tasks = [
-        subprocess.Popen(command, env={**environ, "SLURM_PROCID": str(i)}, stdout=subprocess.DEVNULL)
-        for i in range(num_groups)
-    ]
-    codes = [task.wait() for task in tasks]
-    if any(codes):
-        raise RuntimeError(f"{text} ended with exit code {max(codes, key=abs)}")
+    run_groups(text, command, num_groups)
     return read_json(folder / text.replace(",", "") / "summary.json")["sps"]
 
 
@@ -366,7 +367,7 @@ def main(args: Args) -> int:
             continue
         layouts.append(text)
     if not layouts:
-        raise bad("layouts", " ".join(args.layouts), "none of them fits the script's flags")
+        raise bad("layouts", args.layouts, "none of them fits the script's flags")
 
     print("measuring the parts", flush=True)
     cores = available_cores()

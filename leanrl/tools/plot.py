@@ -8,6 +8,10 @@ the final returns (CleanRL's metric: mean of the last 100 training episodes) and
     python -m leanrl.tools.plot 'runs/Hopper*' --out plots/hopper --labels ppo_continuous_action:eager=reference
     python -m leanrl.tools.plot --csv plots/hopper.csv --out plots/hopper_again
     python -m leanrl.tools.plot runs --metric losses/value_loss
+
+With --timeline it draws who waited for whom in a distributed run instead: a row a part, a bar an interval.
+
+    python -m leanrl.tools.plot runs/my_cleanba_run --timeline 10
 """
 
 import csv
@@ -24,8 +28,9 @@ import tyro
 from tqdm import tqdm
 
 from leanrl.support.cli import RunArgs, read_args_json
-from leanrl.support.errors import UsageError, require_at_least
+from leanrl.support.errors import UsageError, bad, require_at_least
 from leanrl.support.tracking import read_metrics
+from leanrl.tools import timeline
 from leanrl.tools.common import COLORS, clean, markdown_table, mean_std, run_tool
 
 RETURN = "charts/episodic_return"
@@ -42,6 +47,8 @@ class Args:
     """curves that this tool wrote before, drawn together with the runs"""
     out: Path | None = None
     """where to write, without suffix: OUT.png, OUT.csv and OUT.md; by default plots/METRIC"""
+    timeline: int | None = None
+    """draw the last TIMELINE iterations of each run, as OUT.png or by default RUN_DIR/timeline.png"""
     labels: tuple[str, ...] = ()
     """SCRIPT:MODE=NAME each: what to call a group; groups of one name become one"""
     metric: str = RETURN
@@ -425,8 +432,31 @@ def draw(groups: Groups, bands: dict[str, dict[tuple[str, str], Band]], caption:
     figure.savefig(path, dpi=150)
 
 
+def draw_timelines(args: Args) -> int:
+    """Draws each run's timeline, and prints what part of the time each of its parts spent on what."""
+    run_dirs = [run_dir for argument in args.runs for run_dir in find_runs(argument)]
+    if not run_dirs or args.csv:
+        raise bad("timeline", args.timeline, "is drawn from the run directories of distributed scripts; name some")
+    if args.out is not None and len(run_dirs) > 1:
+        raise bad("out", args.out, f"is one picture, and there are {len(run_dirs)} runs; leave it out or name one run")
+    for run_dir in run_dirs:
+        spans = timeline.read_spans(run_dir, args.timeline)
+        out = args.out or run_dir / "timeline"
+        picture = out.with_name(f"{out.name.removesuffix('.png')}.png")
+        figure = timeline.draw(spans, f"{run_dir.resolve().name}: its last iterations")
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(picture)
+        except OSError as error:
+            raise bad("out", out, f"cannot be written ({error.strerror})") from None
+        print(f"{timeline.render(timeline.shares(spans))}\n\npicture: {picture}")
+    return 0
+
+
 def main(args: Args) -> int:
-    require_at_least(args, 1, "window", "reps")
+    require_at_least(args, 1, "window", "reps", "timeline")
+    if args.timeline is not None:
+        return draw_timelines(args)
     if not args.runs and not args.csv:
         raise UsageError("name run directories, folders of them, or --csv FILES")
     require_rliable()

@@ -11,9 +11,6 @@ start them, one task a group. The tables are also written to OUT/table.md and OU
 """
 
 import hashlib
-import os
-import random
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -24,10 +21,10 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from leanrl.sebulba.layout import parse_layout
 from leanrl.support.checkpoints import load_last_checkpoint
-from leanrl.support.errors import UsageError, bad, require_at_least
+from leanrl.support.errors import bad, require_at_least
 from leanrl.support.run import write_json_atomically
 from leanrl.tools.common import benchmark_record, describe_machine, fresh_folder, markdown_table, run_tool
-from leanrl.tools.trials import REPOSITORY, SCRIPTS, require_distinct
+from leanrl.tools.trials import SCRIPTS, require_distinct, run_groups
 
 LAYOUTS = ("a0-l0-d1", "a0-l0,1-d1", "a0-l1-d1", "a0-l1,2-d1", "a0-l0-d2")
 NUM_ACTOR_THREADS = 2
@@ -79,7 +76,7 @@ class Run:
 
 
 def command(run: Run, args: Args, folder: Path) -> list[str]:
-    """The command line of each task of a run."""
+    """The command line of a run, for ``run_groups``."""
     actors, learners, num_groups = parse_layout(run.layout)
     num_threads = num_groups * len(actors) * NUM_ACTOR_THREADS
     if args.num_envs % num_threads:
@@ -101,37 +98,13 @@ def command(run: Run, args: Args, folder: Path) -> list[str]:
         "--num-threads=1",
         *(["--exact-reduction"] if run.exact else []),
         *("--runs-dir", str(folder), "--run-name", run.name),
-        *(["--distributed"] if num_groups > 1 else []),
     ]
 
 
 def execute(run: Run, args: Args, folder: Path) -> dict[str, torch.Tensor]:
-    """Runs one to its end and returns the tensors of its last checkpoint by name.
-
-    Raises:
-        UsageError: a task ended with another exit code than 0.
-    """
+    """Runs one to its end and returns the tensors of its last checkpoint by name; SystemExit where it fails."""
     *_, num_groups = parse_layout(run.layout)
-    words = command(run, args, folder)
-    path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
-    environ = {**os.environ, "PYTHONPATH": path}
-    if num_groups > 1:
-        # Ports go by job number.
-        job = {"SLURM_JOB_ID": str(random.randrange(10**6)), "SLURM_STEP_NODELIST": "localhost"}
-        environ |= {**job, "SLURM_NTASKS": str(num_groups)}
-    tasks = [
-        subprocess.Popen(words, env={**environ, "SLURM_PROCID": str(number)}, stdout=subprocess.DEVNULL)
-        for number in range(num_groups)
-    ]
-    try:
-        codes = [task.wait() for task in tasks]
-    finally:
-        for task in tasks:
-            if task.poll() is None:
-                task.terminate()
-                task.wait()
-    if any(codes):
-        raise UsageError(f"{run.name}: ended with exit code {max(codes, key=abs)}")
+    run_groups(run.name, command(run, args, folder), num_groups)
     identity = {"script": run.script, "env_id": args.env_id}
     _, state = load_last_checkpoint(folder / run.name / "checkpoints", identity)
     leaves, _ = tree_flatten_with_path(state["script"])

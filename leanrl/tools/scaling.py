@@ -132,7 +132,7 @@ def ascending(values: Sequence[str]) -> list[str]:
     except ValueError:
         numbers = [math.nan]
     if not all(0 < number < math.inf for number in numbers) or len(set(numbers)) < len(numbers):
-        raise bad("values", " ".join(values), "must be numbers above 0, and none twice")
+        raise bad("values", values, "must be numbers above 0, and none twice")
     return sorted(values, key=float)
 
 
@@ -171,7 +171,7 @@ def require_valid(contender: Contender) -> None:
         raise UsageError(
             f"{Path(contender.command[1]).name} does not take {shlex.join(flags)}; see its --help"
         ) from None
-    module.validate(args)
+    getattr(module, "sibling", module).validate(args)  # a one-graph rung's flags are its sibling's
 
 
 # ------------------------------------------------------------------------------------------------------------ RESULTS

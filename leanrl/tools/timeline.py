@@ -1,34 +1,14 @@
-"""Draws who waited for whom in a distributed run: a row a part, a bar an interval, from its timeline.jsonl.
-
-    python -m leanrl.tools.timeline runs/my_run
-    python -m leanrl.tools.timeline runs/my_run --last 5 --out who_waits
-
-Writes RUN_DIR/timeline.png, or OUT.png, and prints what part of the time each part spent on what.
-"""
+"""Who waited for whom in a distributed run, from its timeline.jsonl: what ``plot --timeline`` draws and tells."""
 
 import json
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 
-import tyro
-
 from leanrl.sebulba.learner import TIMELINE_FILE
-from leanrl.support.errors import UsageError, require_at_least
-from leanrl.tools.common import COLORS, clean, markdown_table, run_tool
-
-
-@dataclass
-class Args:
-    run_dir: tyro.conf.Positional[Path]
-    """run directory of a distributed script"""
-    last: int = 10
-    """iterations to draw, the last ones"""
-    out: Path | None = None
-    """picture to write, without suffix"""
-
+from leanrl.support.errors import UsageError
+from leanrl.tools.common import COLORS, clean, markdown_table
 
 Spans = dict[str, list[tuple[str, float, float]]]
 """part -> (what it did, from, to), in seconds from the first start"""
@@ -69,7 +49,7 @@ def shares(spans: Spans) -> list[tuple[str, str, float]]:
 
 
 def draw(spans: Spans, title: str):
-    """The figure; waiting is pale."""
+    """The figure: a row a part, a bar an interval; waiting is pale."""
     from matplotlib.figure import Figure  # not pyplot, which would look for a screen
     from matplotlib.patches import Patch
 
@@ -77,8 +57,10 @@ def draw(spans: Spans, title: str):
     axes = figure.subplots()
     kinds = list(dict.fromkeys(what for part in spans.values() for what, *_ in part))
     looks = {kind: {"facecolor": color, "edgecolor": "white"} for kind, color in zip(kinds, cycle(COLORS[1:]))}
+    waits = [kind for kind in kinds if kind.startswith("wait")]
     looks |= {
-        kind: {**looks[kind], "facecolor": "#d8d8d8", "hatch": "///"} for kind in kinds if kind.startswith("wait")
+        kind: {**looks[kind], "facecolor": "#d8d8d8", "hatch": hatch}
+        for kind, hatch in zip(waits, cycle(("///", "...", "\\\\\\")))
     }
     for row, part in enumerate(spans.values()):
         for kind in kinds:
@@ -97,20 +79,3 @@ def draw(spans: Spans, title: str):
 def render(rows: Sequence[tuple[str, str, float]]) -> str:
     """The shares as a table."""
     return markdown_table(("part", "what", "of the time"), [(name, kind, f"{part:.0%}") for name, kind, part in rows])
-
-
-def main(args: Args) -> int:
-    require_at_least(args, 1, "last")
-    spans = read_spans(args.run_dir, args.last)
-    picture = (args.out or args.run_dir / "timeline").with_suffix(".png")
-    figure = draw(spans, f"{args.run_dir.resolve().name}: the last {args.last} iterations")
-    try:
-        figure.savefig(picture)
-    except OSError as error:
-        raise UsageError(f"--out {picture}: cannot be written ({error.strerror})") from None
-    print(f"{render(shares(spans))}\n\npicture: {picture}")
-    return 0
-
-
-if __name__ == "__main__":
-    run_tool(main, Args)

@@ -2,13 +2,14 @@
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,7 +80,7 @@ class Trial:
     metrics: list[dict] = field(default_factory=list)
     """the log points without losses"""
     peak_memory_mb: float | None = None
-    """the most memory that the run's process held in RAM, in 10**6 bytes; None where the system does not tell"""
+    """the most memory that the run's processes held in RAM, in 10**6 bytes; None where the system does not tell"""
 
     def read(self) -> None:
         """Takes over what the run has left in its directory so far."""
@@ -198,10 +199,10 @@ def contenders_of(
                 contenders.append(Contender(" ".join([label, *words]), (*command, *words)))
     labels = [contender.label for contender in contenders]
     if "bf16" in amp and not any(label.endswith("--amp bf16") for label in labels):
-        raise bad("amp", " ".join(amp), f"none of --{name} is compiled; bf16 is for those")
+        raise bad("amp", amp, f"none of --{name} is compiled; bf16 is for those")
     for label in labels:
         if labels.count(label) > 1:
-            raise bad(name, " ".join(entries), f"{label} is named more than once")
+            raise bad(name, entries, f"{label} is named more than once")
     return contenders
 
 
@@ -221,7 +222,7 @@ def require_distinct(args, *names: str) -> None:
     for name in names:
         values = getattr(args, name)
         if not values or len(set(values)) < len(values):
-            raise bad(name, " ".join(map(str, values)), "needs at least one, and none twice")
+            raise bad(name, values, "needs at least one, and none twice")
 
 
 # ------------------------------------------------------------------------------------------------------------ RUNNING
@@ -280,7 +281,6 @@ def run_child(
     Returns:
         its exit code, and the most memory that it held (None where it ended at once or the system does not tell).
     """
-    path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
     # In a process group of its own, Ctrl-C reaches the child through `stop` only: not while it imports, which would
     # print a traceback, and not the compilers that it has started.
     with nullcontext() if output is None else open(output, "wb") as file:
@@ -289,7 +289,7 @@ def run_child(
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file and subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": path},
+            env=child_environ(),
             process_group=0,
         )
     peak = None
@@ -298,7 +298,8 @@ def run_child(
             try:
                 return child.wait(MEMORY_SECONDS), peak
             except subprocess.TimeoutExpired:
-                peak = peak_memory_mb(child.pid) or peak
+                # Of all looks: a launcher outlives its ranks.
+                peak = max(filter(None, (peak, peak_memory_mb(child.pid))), default=None)
             if deadline is not None and deadline.seconds_left <= 0:
                 stop(child)
     finally:
@@ -306,18 +307,66 @@ def run_child(
             stop(child)
 
 
+def child_environ() -> dict[str, str]:
+    """The environment of a child that is to find this repository's modules."""
+    path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def run_groups(name: str, command: Sequence[str], num_groups: int) -> None:
+    """Runs a distributed script's ``command``, all groups on this machine: of several, each as SLURM would start it.
+
+    Raises:
+        SystemExit: the run, which is told as ``name``, ended with another exit code than 0; with that one.
+    """
+    environ = child_environ()
+    if num_groups > 1:
+        # Ports go by job number.
+        job = {"SLURM_JOB_ID": str(random.randrange(10**6)), "SLURM_STEP_NODELIST": "localhost"}
+        environ |= {**job, "SLURM_NTASKS": str(num_groups)}
+        command = [*command, "--distributed"]
+    tasks = [
+        subprocess.Popen(command, env={**environ, "SLURM_PROCID": str(number)}, stdout=subprocess.DEVNULL)
+        for number in range(num_groups)
+    ]
+    try:
+        codes = [task.wait() for task in tasks]
+    finally:
+        for task in tasks:
+            if task.poll() is None:
+                task.terminate()
+                task.wait()
+    if code := max(map(abs, codes)):
+        print(f"{name}: ended with exit code {code}", file=sys.stderr)
+        raise SystemExit(code)
+
+
 def peak_memory_mb(pid: int) -> float | None:
     """The most that a running process has held in RAM so far, in 10**6 bytes; None once it has ended, or off Linux.
 
-    Not what os.wait4 says at the end: that is at least what this process holds, which the child had before its exec,
-    and counts the compilers that the child has waited for.
+    With the ranks of a distributed script, which its launcher starts with its own flags. Not what os.wait4 says at the
+    end: that is at least what this process holds, which the child had before its exec, and counts the compilers that
+    the child has waited for.
     """
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return None
-    kibibytes = re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
-    return int(kibibytes[1]) * 1024 / 1e6 if kibibytes else None
+    folder = Path(f"/proc/{pid}")
+    peak = 0.0
+    with suppress(OSError):  # not every system tells the children, and they may end meanwhile
+        peak, flags = own_peak_memory(folder), command_of(folder)[2:]
+        for child in (folder / "task" / str(pid) / "children").read_text().split():
+            if command_of(Path("/proc", child))[2:] == flags:
+                peak += own_peak_memory(Path("/proc", child))
+    return peak or None
+
+
+def own_peak_memory(folder: Path) -> float:
+    """The most that the process of a folder in /proc has held, in 10**6 bytes; 0 for one that has ended."""
+    kibibytes = re.search(r"^VmHWM:\s+(\d+) kB$", (folder / "status").read_text(), re.MULTILINE)
+    return int(kibibytes[1]) * 1024 / 1e6 if kibibytes else 0.0
+
+
+def command_of(folder: Path) -> list[str]:
+    """The command line of the process of a folder in /proc."""
+    return (folder / "cmdline").read_text(errors="replace").split("\0")
 
 
 def stop(child: subprocess.Popen) -> None:

@@ -1,0 +1,108 @@
+"""Every command in the documents and docstrings names what there is, with flags that it takes."""
+
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import tyro
+
+from leanrl.tools.trials import REPOSITORY, SCRIPTS
+
+TOOLS = sorted(path.stem for path in (SCRIPTS / "tools").glob("*.py") if "run_tool(main, Args)" in path.read_text())
+DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "doc").rglob("*.md"))]
+DOCUMENTS += [*sorted(SCRIPTS.glob("[!_]*.py")), *sorted((SCRIPTS / "tools").glob("[!_]*.py"))]
+COMMAND = r"(?:\./run\.sh|torchrun|python leanrl/|python -m leanrl)"
+# Words that stand for something, and lines that give more than one command.
+PLACEHOLDERS = re.compile(r"\b(SCRIPT|TOOL|AMP|ENV|FLAGS)\b|\[|\.\.\.|…")
+
+
+def commands_in(path: Path) -> list[str]:
+    """The command lines of a document: those that stand alone on lines, and those within the text."""
+    text = re.sub(r"\\+\n\s*", " ", path.read_text())
+    lines = re.findall(rf"^(?:    )?((?:\w+=\S+ )*{COMMAND}[^\n]*)$", text, re.MULTILINE)
+    within = [" ".join(words.split()) for words in re.findall(rf"`({COMMAND}[^`]*)`", text)]
+    return [command for command in (*lines, *within) if not PLACEHOLDERS.search(command)]
+
+
+def split(command: str) -> list[str]:
+    """The words of a command line, without variables before it, what the shell fills in, and comments."""
+    command = re.sub(r"\$\(cat (\S+)\)", lambda match: (REPOSITORY / match[1]).read_text(), command)
+    words = shlex.split(re.sub(r"\$\(mktemp -d\)", "folder", command), comments=True)
+    while "=" in words[0]:
+        words.pop(0)
+    return words[: words.index("&")] if "&" in words else words
+
+
+def check_script(name: str, flags: list[str]) -> None:
+    module = importlib.import_module(f"leanrl.{name}")
+    if "--help" not in flags:
+        home = getattr(module, "sibling", module)  # a one-graph rung's flags are its sibling's
+        home.validate(tyro.cli(module.Args, args=flags))
+
+
+def check_tool(name: str, flags: list[str]) -> None:
+    assert name in TOOLS, f"there is no tool {name}"
+    if "--help" in flags:
+        return
+    args = tyro.cli(importlib.import_module(f"leanrl.tools.{name}").Args, args=flags)
+    if script_args := getattr(args, "script_args", ()):
+        # Of the scripts that the tool runs; the tool sets what else they need.
+        scripts = next(getattr(args, field) for field in ("scripts", "algorithm", "script") if hasattr(args, field))
+        for entry in [scripts] if isinstance(scripts, str) else scripts:
+            tyro.cli(importlib.import_module(f"leanrl.{entry.split(':')[0]}").Args, args=script_args)
+
+
+def check(command: str) -> None:
+    program, *words = split(command)
+    if program == "torchrun":
+        start = next(i for i, word in enumerate(words) if word.endswith(".py"))
+        check_script(Path(words[start]).stem, words[start + 1 :])
+    elif program == "python" and words[0] == "-m":
+        if words[1] != "leanrl.tools.peer_worker":  # takes two words before its flags
+            check_tool(words[1].removeprefix("leanrl.tools."), words[2:])
+    elif program == "python":
+        check_script(Path(words[0]).stem, words[1:])
+    elif words and words[0] not in ("test", "--help"):
+        name, *flags = words
+        script = name.removesuffix(".py")
+        if (SCRIPTS / f"{script}.py").exists():
+            check_script(script, flags)
+        else:
+            check_tool({"bench": "peers"}.get(name, name), flags)
+
+
+CASES = [(path, command) for path in DOCUMENTS for command in dict.fromkeys(commands_in(path))]
+
+
+@pytest.mark.parametrize("path, command", CASES, ids=lambda x: x.name if isinstance(x, Path) else x[:60])
+def test_a_command_parses(path, command, capsys):
+    try:
+        check(command)
+    except SystemExit:
+        pytest.fail(f"{path.name}: {command}\n{capsys.readouterr().err}")
+
+
+def test_there_are_commands_everywhere():
+    """Or this file would hold nothing."""
+    assert len(CASES) > 100 and {path.name for path, _ in CASES} >= {"README.md", "distributed.md", "dqn.py", "plot.py"}
+
+
+def test_run_sh_lists_every_tool():
+    usage = (REPOSITORY / "run.sh").read_text().split("EOF")[1]
+    assert set(TOOLS) <= set(re.findall(r"\w+", usage))
+
+
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if path.suffix == ".md"], ids=lambda path: path.name)
+def test_links_lead_somewhere(path):
+    links = re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", path.read_text())
+    assert not [link for link in links if not (path.parent / link).exists()]
+    named = re.findall(r"\b(?:doc|leanrl|tests|requirements)/[\w/]+\.(?:md|py|txt|slurm)\b", path.read_text())
+    assert not [name for name in named if not (REPOSITORY / name).exists() and not (path.parent / name).exists()]
+
+
+@pytest.mark.parametrize("path", sorted(SCRIPTS.rglob("*.py")), ids=lambda path: path.name)
+def test_documents_that_code_names_are_there(path):
+    named = re.findall(r"\b(?:doc|leanrl|tests|requirements)/[\w/.-]+\.(?:md|py|txt)\b", path.read_text())
+    assert not [name for name in named if not (REPOSITORY / name).exists()]

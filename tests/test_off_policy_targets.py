@@ -1,0 +1,277 @@
+"""Targets, losses and updates of SAC, TD3 and DQN against slow transcriptions of their papers."""
+
+import importlib
+import math
+from copy import deepcopy
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from scripts import OFF_POLICY
+
+import leanrl.dqn as dqn
+import leanrl.sac_continuous_action as sac
+import leanrl.td3_continuous_action as td3
+from leanrl.support.optim import FlatAdam
+from leanrl.support.replay import Batch, LastStep
+
+# Bounds other than ±1, and different from one dimension to the next.
+LOW, HIGH = np.float32([-3.0, -0.4]), np.float32([3.0, 0.2])
+SCALE, BIAS = torch.tensor([3.0, 0.3]).double(), torch.tensor([0.0, -0.1]).double()
+OBS_DIM, BATCH_SIZE, NUM_UPDATES = 5, 32, 4
+
+
+def scripts_of(name):
+    """Both rungs of an algorithm, as modules."""
+    return [importlib.import_module(f"leanrl.{script}") for script in OFF_POLICY if script.startswith(name)]
+
+
+def random_batch(seed=0, discrete=0):
+    """Transitions in float64, a third of them terminations."""
+    g = torch.Generator().manual_seed(seed)
+    obs, next_obs = torch.randn(2, BATCH_SIZE, OBS_DIM, generator=g, dtype=torch.float64)
+    actions = BIAS + SCALE * (2 * torch.rand(BATCH_SIZE, 2, generator=g, dtype=torch.float64) - 1)
+    if discrete:
+        actions = torch.randint(discrete, (BATCH_SIZE, 1), generator=g).double()
+    rewards = torch.randn(BATCH_SIZE, generator=g, dtype=torch.float64)
+    terminations = (torch.rand(BATCH_SIZE, generator=g) < 1 / 3).double()
+    assert 0 < terminations.sum() < BATCH_SIZE
+    return Batch(obs, next_obs, actions, rewards, terminations)
+
+
+def replay_of(batches):
+    """What an update knows of a replay; it samples these batches in turn."""
+    batches = iter(batches)
+    return SimpleNamespace(rows=torch.zeros(1), sample=lambda batch_size: next(batches))
+
+
+def assert_same_way(ours, theirs, start, tolerance):
+    """``ours`` has moved from ``start`` to where ``theirs`` has, but for ``tolerance`` of the way."""
+    ours, theirs, start = (torch.cat([p.detach().flatten() for p in x.parameters()]) for x in (ours, theirs, start))
+    way = (theirs - start).norm()
+    assert way > 1e-4 and (ours - theirs).norm() < tolerance * way
+
+
+def adam(module, lr):
+    return torch.optim.Adam(module.parameters(), lr=lr, betas=(0.9, 0.999), eps=1e-8)
+
+
+def step(optimizer, loss):
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+@torch.no_grad()
+def move(target, trained, tau):
+    for old, new in zip(target.parameters(), trained.parameters(), strict=True):
+        old.copy_(tau * new + (1 - tau) * old)
+
+
+# --------------------------------------------------------------------------------------------------------------- SAC
+
+
+def density(mean, log_std, noise):
+    """An action and its log-probability by the rule for a change of variables, the derivative of tanh kept exact."""
+    x = mean + log_std.exp() * noise
+    slope = 2 * (math.log(2) - x - F.softplus(-2 * x)) + SCALE.log()
+    log_prob = -0.5 * noise**2 - log_std - 0.5 * math.log(2 * math.pi) - slope
+    return BIAS + SCALE * x.tanh(), log_prob.sum(1)
+
+
+@pytest.mark.parametrize("module", scripts_of("sac"), ids=lambda module: module.__name__.split(".")[-1])
+def test_density_of_squashed_actions(module):
+    """Within the bounds, and with their scale in it."""
+    torch.manual_seed(0)
+    actor = module.Actor(OBS_DIM, LOW, HIGH).double()
+    obs, noise = torch.randn(1_000, OBS_DIM, dtype=torch.float64), torch.randn(1_000, 2, dtype=torch.float64)
+    mean, log_std = actor(30 * obs)
+    assert log_std.min() >= -5 and log_std.max() <= 2 and log_std.max() - log_std.min() > 3
+    if hasattr(module, "squash"):
+        actions, log_prob = module.squash(actor, mean, log_std.clamp(max=0), noise)
+    else:
+        actor.forward = lambda obs: (mean, log_std.clamp(max=0))
+        actions, log_prob = actor.get_action(obs, noise)
+    expected = density(mean, log_std.clamp(max=0), noise)
+    torch.testing.assert_close(actions, expected[0])
+    # 1e-6 is added to the derivative, which matters where an action is nearly at its bound.
+    inside = ((actions - BIAS).abs() < 0.99 * SCALE).all(1)
+    assert inside.sum() > 200
+    torch.testing.assert_close(log_prob[inside], expected[1][inside], rtol=0, atol=1e-3)
+
+
+def slow_sac(actor, critics, log_alpha, batches, args):
+    """https://arxiv.org/abs/1812.05905, algorithm 1, with CleanRL's delayed policy updates."""
+    qf1, qf2 = critics.qf1, critics.qf2
+    qf1_target, qf2_target = deepcopy(qf1), deepcopy(qf2)
+    optimizers = [adam(actor, args.policy_lr), adam(qf1, args.q_lr), adam(qf2, args.q_lr)]
+    a_optimizer = torch.optim.Adam([log_alpha], lr=args.q_lr)
+    for n, (obs, next_obs, actions, rewards, terminations) in enumerate(batches, start=1):
+        with torch.no_grad():
+            next_actions, log_pi = density(*actor(next_obs), torch.randn_like(actions))
+            q_next = torch.min(qf1_target(next_obs, next_actions), qf2_target(next_obs, next_actions))
+            y = rewards + torch.where(terminations > 0, 0.0, 0.99 * (q_next - log_alpha.exp() * log_pi))
+        for qf, optimizer in ((qf1, optimizers[1]), (qf2, optimizers[2])):
+            step(optimizer, F.mse_loss(qf(obs, actions), y))
+        if n % 2 == 0:
+            for _ in range(2):
+                pi, log_pi = density(*actor(obs), torch.randn_like(actions))
+                min_qf = torch.min(qf1(obs, pi), qf2(obs, pi))
+                step(optimizers[0], (log_alpha.exp().detach() * log_pi - min_qf).mean())
+                if args.autotune:
+                    with torch.no_grad():
+                        _, log_pi = density(*actor(obs), torch.randn_like(actions))
+                    step(a_optimizer, -(log_alpha.exp() * (log_pi - 2.0)).mean())  # two dimensions of actions
+        for target, trained in ((qf1_target, qf1), (qf2_target, qf2)):
+            move(target, trained, 0.005)
+    return SimpleNamespace(qf1=qf1_target, qf2=qf2_target)
+
+
+@pytest.mark.parametrize("autotune", [True, False])
+def test_sac_update_is_the_papers(autotune):
+    args = sac.Args(autotune=autotune, batch_size=BATCH_SIZE)
+    torch.manual_seed(0)
+    actor, critics = sac.Actor(OBS_DIM, LOW, HIGH).double(), sac.Critics(OBS_DIM, 2).double()
+    log_alpha = torch.tensor([1.0 if autotune else 0.2], dtype=torch.float64).log().requires_grad_()
+    start = deepcopy((actor, critics, log_alpha))
+    slow = deepcopy(start)
+    batches = [random_batch(seed) for seed in range(NUM_UPDATES)]
+    torch.manual_seed(1)
+    slow_targets = slow_sac(*slow, batches, args)
+    critics_target = deepcopy(critics)
+    optimizers = adam(actor, args.policy_lr), adam(critics, args.q_lr), torch.optim.Adam([log_alpha], lr=args.q_lr)
+    update, losses = sac.make_update(actor, critics, critics_target, log_alpha, *optimizers, replay_of(batches), args)
+    torch.manual_seed(1)
+    for n in range(1, NUM_UPDATES + 1):
+        update(with_actor=n % 2 == 0, with_targets=True)
+    # The script rounds the actor's outputs to float32, and adds 1e-6 to the derivative of the squashing.
+    for ours, theirs, old in ((actor, slow[0], start[0]), (critics, slow[1], start[1])):
+        assert_same_way(ours, theirs, old, tolerance=5e-3)
+    for name in ("qf1", "qf2"):
+        networks = (getattr(critics, name) for critics in (critics_target, slow_targets, start[1]))
+        assert_same_way(*networks, tolerance=5e-3)
+    torch.testing.assert_close(log_alpha, slow[2], rtol=1e-5, atol=1e-8)
+    assert torch.equal(log_alpha, start[2]) != autotune
+    assert losses[5].item() == pytest.approx(log_alpha.exp().item(), rel=2e-3)
+
+
+# --------------------------------------------------------------------------------------------------------------- TD3
+
+
+def slow_td3(actor, critics, batches, args):
+    """https://arxiv.org/abs/1802.09477, algorithm 1."""
+    qf1, qf2 = critics.qf1, critics.qf2
+    actor_target, qf1_target, qf2_target = deepcopy(actor), deepcopy(qf1), deepcopy(qf2)
+    optimizers = [adam(actor, args.learning_rate), adam(qf1, args.learning_rate), adam(qf2, args.learning_rate)]
+    low, high = torch.from_numpy(LOW).double(), torch.from_numpy(HIGH).double()
+    for n, (obs, next_obs, actions, rewards, terminations) in enumerate(batches, start=1):
+        with torch.no_grad():
+            noise = torch.clamp(0.2 * torch.randn_like(actions), -0.5, 0.5) * SCALE
+            next_actions = torch.max(torch.min(actor_target(next_obs) + noise, high), low)
+            q_next = torch.min(qf1_target(next_obs, next_actions), qf2_target(next_obs, next_actions))
+            y = rewards + torch.where(terminations > 0, 0.0, 0.99 * q_next)
+        for qf, optimizer in ((qf1, optimizers[1]), (qf2, optimizers[2])):
+            step(optimizer, F.mse_loss(qf(obs, actions), y))
+        if n % 2 == 0:
+            step(optimizers[0], -qf1(obs, actor(obs)).mean())
+            for target, trained in ((actor_target, actor), (qf1_target, qf1), (qf2_target, qf2)):
+                move(target, trained, 0.005)
+    return actor_target, SimpleNamespace(qf1=qf1_target, qf2=qf2_target)
+
+
+def test_td3_update_is_the_papers():
+    args = td3.Args(batch_size=BATCH_SIZE)
+    torch.manual_seed(0)
+    actor, critics = td3.Actor(OBS_DIM, LOW, HIGH).double(), td3.Critics(OBS_DIM, 2).double()
+    with torch.no_grad():
+        actor.fc_mu.bias.copy_(torch.tensor([1.5, -2.0]))  # near the bounds, where the smoothed action is clipped
+    start = deepcopy((actor, critics))
+    slow = deepcopy(start)
+    batches = [random_batch(seed) for seed in range(NUM_UPDATES)]
+    torch.manual_seed(1)
+    slow_targets = slow_td3(*slow, batches, args)
+    targets = deepcopy(actor), deepcopy(critics)
+    optimizers = adam(actor, args.learning_rate), adam(critics, args.learning_rate)
+    update, _ = td3.make_update(actor, critics, *targets, *optimizers, replay_of(batches), args)
+    torch.manual_seed(1)
+    for n in range(1, NUM_UPDATES + 1):
+        update(with_actor=n % 2 == 0)
+    for ours, theirs, old in zip((actor, critics), slow, start, strict=True):
+        assert_same_way(ours, theirs, old, tolerance=1e-5)
+    assert_same_way(targets[0], slow_targets[0], start[0], tolerance=1e-5)
+    for name in ("qf1", "qf2"):
+        networks = (getattr(critics, name) for critics in (targets[1], slow_targets[1], start[1]))
+        assert_same_way(*networks, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("module", scripts_of("td3"), ids=lambda module: module.__name__.split(".")[-1])
+def test_td3_explores_within_the_bounds(module):
+    """With noise of a tenth of the action scale, or of five, which the bounds cut off."""
+    torch.manual_seed(0)
+    actor = module.Actor(OBS_DIM, LOW, HIGH)
+    obs = torch.randn(1, OBS_DIM).expand(20_000, -1)
+
+    def act(**changes):
+        args = module.Args(**changes)
+        if hasattr(module, "act"):
+            return module.act(actor, obs, args)
+        last = LastStep(obs, torch.zeros(len(obs), 2), torch.zeros(len(obs)))
+        return module.make_acting(FlatAdam(actor, lr=0.0, eps=0.0), None, last, args)[1]()
+
+    with torch.no_grad():
+        noise = act() - actor(obs)
+        assert noise.std(0).tolist() == pytest.approx((0.1 * SCALE).tolist(), rel=0.05)
+        actions = act(exploration_noise=5.0)
+    assert actions.amin(0).tolist() == pytest.approx(LOW.tolist())
+    assert actions.amax(0).tolist() == pytest.approx(HIGH.tolist())
+
+
+# --------------------------------------------------------------------------------------------------------------- DQN
+
+
+def test_dqn_update_is_the_papers():
+    args = dqn.Args(batch_size=BATCH_SIZE)
+    torch.manual_seed(0)
+    q_network = dqn.QNetwork(OBS_DIM, 3).double()
+    target_network, slow = dqn.QNetwork(OBS_DIM, 3).double(), deepcopy(q_network)
+    start = deepcopy(q_network)
+    batches = [random_batch(seed, discrete=3) for seed in range(NUM_UPDATES)]
+    update, losses = dqn.make_update(
+        q_network, target_network, adam(q_network, args.learning_rate), replay_of(batches), args
+    )
+    optimizer = adam(slow, args.learning_rate)
+    for obs, next_obs, actions, rewards, terminations in batches:
+        update()
+        total = 0.0
+        for i in range(BATCH_SIZE):
+            y = rewards[i]
+            if not terminations[i]:
+                y = y + 0.99 * target_network(next_obs[i]).detach().max()
+            total = total + (y - slow(obs[i])[int(actions[i])]) ** 2
+        step(optimizer, total / BATCH_SIZE)
+    # Values are rounded to float32 on their way to the loss.
+    assert_same_way(q_network, slow, start, tolerance=5e-3)
+    assert losses[0].item() == pytest.approx(total.item() / BATCH_SIZE, rel=1e-5)
+
+
+@pytest.mark.parametrize("module", scripts_of("dqn"), ids=lambda module: module.__name__.split(".")[-1])
+def test_epsilon_falls_over_half_the_run_and_stays(module):
+    args = module.Args(total_timesteps=1_000)
+    epsilons = [module.linear_schedule(args, step) for step in range(1_001)]
+    assert epsilons[0] == 1.0 and epsilons[250] == pytest.approx(0.525)
+    assert np.diff(epsilons[:501]) == pytest.approx(np.full(500, -0.95 / 500))
+    assert epsilons[500:] == pytest.approx([0.05] * 501)
+
+
+def test_epsilon_is_the_share_of_random_actions():
+    np.random.seed(0)
+    q_network = dqn.QNetwork(OBS_DIM, 4)
+    torch.nn.init.constant_(q_network[-1].bias, 0.0)
+    with torch.no_grad():
+        q_network[-1].bias[2] = 100.0
+    for epsilon in (0.0, 0.4, 1.0):
+        actions = dqn.act(q_network, torch.zeros(40_000, OBS_DIM), 4, epsilon)
+        expected = np.full(4, epsilon / 4) + (np.arange(4) == 2) * (1 - epsilon)
+        assert np.bincount(actions, minlength=4) / 40_000 == pytest.approx(expected, abs=0.01)
