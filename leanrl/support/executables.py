@@ -16,10 +16,6 @@ CPU_OPTIONS = {
     **SAME_SAMPLES,
     # Leaves out probe builds that ask whether the compiler knows AVX-512. Any that builds PyTorch's C++20 headers does.
     "cpp.vec_isa_ok": True,
-    # A graph is one or a few C++ files: starting worker processes and precompiling PyTorch's headers for them takes
-    # longer than it saves.
-    "compile_threads": 1,
-    "cpp_cache_precompile_headers": False,
     # tanh from one exp instead of SLEEF's: a sixth of a small update, for an absolute error of 2e-7.
     "cpp.use_decompose_tanh": True,
 }

@@ -197,6 +197,9 @@ def startup():
     }
     for trick, change in changes.items():
         yield Pair(f"{trick}, cold cache", lambda change=change: first_calls(change), first_calls)
+    for option, value in {"compile_threads": 1, "cpp_cache_precompile_headers": False}.items():
+        trick = f"not used: {option} {value}, cold cache"
+        yield Pair(trick, first_calls, lambda change=f"{option}={value}": first_calls(change))
     with tempfile.TemporaryDirectory() as cache:
         first_calls(cache=cache)
         yield Pair("warm cache", first_calls, lambda: first_calls(cache=cache))
@@ -207,9 +210,12 @@ def first_calls(change: str = "", cache: str | None = None) -> float:
     return told_by_process(__name__, f"time_first_calls({change})", cache)
 
 
-def time_first_calls(option: str | None = None, policy: Compiler = as_policy, update: Compiler = as_update) -> None:
-    """What ``first_calls`` runs; prints the seconds. ``option`` is left as PyTorch has it by default."""
+def time_first_calls(
+    option: str | None = None, policy: Compiler = as_policy, update: Compiler = as_update, **added
+) -> None:
+    """What ``first_calls`` runs; prints the seconds. ``option`` is left out, ``added`` are set."""
     CPU_OPTIONS.pop(option, None)
+    CPU_OPTIONS.update(added)
     torch.set_num_threads(1)
     parts = Parts()
     parts.rollout.step.zero_()

@@ -5,6 +5,7 @@ steps, but for rounding. Rows whose names end in ``bf16`` are those of ``--amp b
 """
 
 import math
+import tempfile
 from collections.abc import Callable
 from functools import partial
 
@@ -15,10 +16,21 @@ import torch.nn.functional as F
 import leanrl.ppo_atari_envpool as reference
 import leanrl.ppo_atari_envpool_torchcompile as fast
 from leanrl.support.atari import make_atari_envs
-from leanrl.support.devices import available_cores
+from leanrl.support.devices import available_cores, keep_freed_memory
 from leanrl.support.executables import CompiledStep, compile_options
 from leanrl.support.optim import FlatAdam
-from leanrl.tools.ablation import CPU, Compiler, Group, Side, eager, pair
+from leanrl.tools.ablation import (
+    CPU,
+    Compiler,
+    Group,
+    Pair,
+    Side,
+    eager,
+    outcome,
+    pair,
+    sampler,
+    told_by_process,
+)
 
 ENV_ID, NUM_ACTIONS = "Breakout-v5", 4
 NUM_ENVS, NUM_STEPS = fast.Args.num_envs, fast.Args.num_steps
@@ -30,7 +42,7 @@ TOLERANCE = 1e-3
 ATARI = Group(
     f"PPO on Atari, {ENV_ID}",
     f"An update is one minibatch of {MINIBATCH} rows, GAE is one rollout, all else is one step of {NUM_ENVS}\n"
-    "environments, EnvPool's work included where it says playing.",
+    "environments, EnvPool's work included where it says playing. Freed memory is kept but in the rows about it.",
 )
 
 
@@ -46,7 +58,9 @@ def frames(rows: int) -> torch.Tensor:
 class Parts:
     """What the fast rung's ``main`` makes before its loop, and a finished rollout; the same numbers every time."""
 
-    def __init__(self, agent_type: type = fast.Agent, **changes) -> None:
+    def __init__(self, agent_type: type = fast.Agent, keep: bool = True, **changes) -> None:
+        if keep:
+            keep_freed_memory()
         self.args = args = fast.Args(**changes)
         group = NUM_ENVS // args.num_env_groups
         with torch.no_grad(), torch.random.fork_rng([]):
@@ -169,6 +183,26 @@ def atari_one_graph():
         return torch.compile(fn, dynamic=False, options=compile_options(CPU))
 
     yield same("one graph, not .backward() and Adam(fused)", reference_updating(in_pieces, fused=True), updating())
+
+
+@ATARI.row
+def atari_memory():
+    """In processes of their own: the setting cannot be taken back."""
+    steps = NUM_UPDATES * MINIBATCH / fast.Args.update_epochs
+    with tempfile.TemporaryDirectory() as cache:
+        for amp in ("none", "bf16"):
+            anew, kept = (
+                partial(told_by_process, __name__, f"time_updates({keep}, {amp!r})", cache) for keep in (False, True)
+            )
+            trick = f"freed memory kept: update, {amp.replace('none', 'float32')}"
+            yield Pair(trick, anew, kept, NUM_UPDATES, steps)
+
+
+def time_updates(keep: bool, amp: str) -> None:
+    """Prints the seconds of NUM_UPDATES updates."""
+    side = updating(parts=Parts(keep=keep, amp=amp))
+    outcome(side)
+    print(sampler(side)())
 
 
 @ATARI.row
