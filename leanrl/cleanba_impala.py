@@ -147,7 +147,7 @@ class ConvSequence(nn.Module):
 
 
 class ImpalaCNN(nn.Sequential):
-    """The larger network of https://arxiv.org/abs/1802.01561 (figure 3), no LSTM: [B, C, H, W] -> [B, hidden]"""
+    """The larger network of https://arxiv.org/abs/1802.01561 (figure 3), no LSTM: bytes [B, C, H, W] -> [B, hidden]"""
 
     def __init__(self, obs_shape: Sequence[int], channels: Sequence[int], hidden: int) -> None:
         in_channels, height, width = obs_shape
@@ -163,13 +163,31 @@ class ImpalaCNN(nn.Sequential):
             nn.ReLU(),
         )
 
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        # On a CPU, convolutions are up to twice as fast with the channels last.
+        return super().forward((obs / 255.0).contiguous(memory_format=torch.channels_last))
+
+
+class BlockConv(nn.Conv2d):
+    """A convolution of bytes / 255 at a stride of 4 pixels, computed as one of blocks of 4 x 4 pixels at a stride of 1.
+
+    A pixel has a few channels, of which convolutions are slow; a block has 16 times as many.
+    """
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        channels, height, width = obs.shape[1:]
+        # Four pixels of a row are one number here, a quarter as many to move.
+        rows = obs.view(torch.int32).view(-1, channels, height // 4, 4, width // 4).permute(0, 2, 4, 1, 3)
+        blocks = rows.reshape(-1, height // 4, width // 4, channels * 4).view(torch.uint8).permute(0, 3, 1, 2)
+        return F.conv2d(blocks.float(), F.pixel_unshuffle(self.weight, 4) / 255.0, self.bias)
+
 
 class NatureCNN(nn.Sequential):
-    """DQN's network (https://www.nature.com/articles/nature14236): [B, C, 84, 84] -> [B, 512]"""
+    """DQN's network (https://www.nature.com/articles/nature14236): bytes [B, C, 84, 84] -> [B, 512]"""
 
     def __init__(self, obs_shape: Sequence[int]) -> None:
         super().__init__(
-            layer_init(nn.Conv2d(obs_shape[0], 32, 8, stride=4)),
+            layer_init(BlockConv(obs_shape[0], 32, 8, stride=4)),
             nn.ReLU(),
             layer_init(nn.Conv2d(32, 64, 4, stride=2)),
             nn.ReLU(),
@@ -191,8 +209,7 @@ class ImageAgent(nn.Module):
         self.critic = layer_init(nn.Linear(features, 1), std=1.0)
 
     def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # On a CPU, convolutions are up to twice as fast with the channels last.
-        hidden = self.torso((obs / 255.0).contiguous(memory_format=torch.channels_last))
+        hidden = self.torso(obs)
         return self.actor(hidden), self.critic(hidden).squeeze(-1)
 
 

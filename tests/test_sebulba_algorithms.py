@@ -73,6 +73,19 @@ def test_impala_network(module):
     torch.testing.assert_close(values, agent.critic(hidden).squeeze(1), rtol=1e-3, atol=1e-5)
 
 
+def test_nature_network(module):
+    torch.manual_seed(0)
+    agent = module.make_agent(IMAGES, 4, module.Args(torso="nature"))
+    obs = torch.randint(0, 256, (3, 4, 84, 84), dtype=torch.uint8)
+    hidden = obs / 255.0
+    for conv, stride in zip((agent.torso[0], agent.torso[2], agent.torso[4]), (4, 2, 1), strict=True):
+        hidden = F.conv2d(hidden, conv.weight, conv.bias, stride).relu()
+    hidden = agent.torso[-2](hidden.flatten(1)).relu()
+    logits, values = agent(obs)
+    torch.testing.assert_close(logits, agent.actor(hidden), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(values, agent.critic(hidden).squeeze(1), rtol=1e-4, atol=1e-5)
+
+
 def test_the_observations_choose_the_network(module):
     assert isinstance(module.make_agent(VECTORS, 3, module.Args()), module.VectorAgent)
     nature = module.make_agent(IMAGES, 4, module.Args(torso="nature"))

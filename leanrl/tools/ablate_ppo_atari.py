@@ -4,10 +4,14 @@ At the default hyperparameters, on Breakout-v5; the two sides of a pair must giv
 steps, but for rounding. Rows whose names end in ``bf16`` are those of ``--amp bf16``. All need EnvPool.
 """
 
+import io
+import json
 import math
 import tempfile
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -26,9 +30,7 @@ from leanrl.tools.ablation import (
     Pair,
     Side,
     eager,
-    outcome,
     pair,
-    sampler,
     told_by_process,
 )
 
@@ -36,13 +38,15 @@ ENV_ID, NUM_ACTIONS = "Breakout-v5", 4
 NUM_ENVS, NUM_STEPS = fast.Args.num_envs, fast.Args.num_steps
 MINIBATCH = NUM_ENVS * NUM_STEPS // fast.Args.num_minibatches
 NUM_UPDATES, NUM_POLICY_STEPS = 2, 32
+RUN_STEPS = 4 * NUM_ENVS * NUM_STEPS
 # Two networks that are the same but for rounding go apart with every step of Adam.
 TOLERANCE = 1e-3
 
 ATARI = Group(
     f"PPO on Atari, {ENV_ID}",
     f"An update is one minibatch of {MINIBATCH} rows, GAE is one rollout, all else is one step of {NUM_ENVS}\n"
-    "environments, EnvPool's work included where it says playing. Freed memory is kept but in the rows about it.",
+    "environments, EnvPool's work included where it says playing; training is everything, for each environment step.\n"
+    "Freed memory is kept but in the rows about it.",
 )
 
 
@@ -58,9 +62,8 @@ def frames(rows: int) -> torch.Tensor:
 class Parts:
     """What the fast rung's ``main`` makes before its loop, and a finished rollout; the same numbers every time."""
 
-    def __init__(self, agent_type: type = fast.Agent, keep: bool = True, **changes) -> None:
-        if keep:
-            keep_freed_memory()
+    def __init__(self, agent_type: type = fast.Agent, **changes) -> None:
+        keep_freed_memory()
         self.args = args = fast.Args(**changes)
         group = NUM_ENVS // args.num_env_groups
         with torch.no_grad(), torch.random.fork_rng([]):
@@ -187,22 +190,24 @@ def atari_one_graph():
 
 @ATARI.row
 def atari_memory():
-    """In processes of their own: the setting cannot be taken back."""
-    steps = NUM_UPDATES * MINIBATCH / fast.Args.update_epochs
+    """Whole runs in processes of their own: what the C library gives back depends on all that they hold."""
     with tempfile.TemporaryDirectory() as cache:
         for amp in ("none", "bf16"):
             anew, kept = (
-                partial(told_by_process, __name__, f"time_updates({keep}, {amp!r})", cache) for keep in (False, True)
+                partial(told_by_process, __name__, f"time_run({keep}, {amp!r})", cache) for keep in (False, True)
             )
-            trick = f"freed memory kept: update, {amp.replace('none', 'float32')}"
-            yield Pair(trick, anew, kept, NUM_UPDATES, steps)
+            trick = f"freed memory kept: training, {amp.replace('none', 'float32')}"
+            yield Pair(trick, anew, kept, RUN_STEPS, RUN_STEPS)
 
 
-def time_updates(keep: bool, amp: str) -> None:
-    """Prints the seconds of NUM_UPDATES updates."""
-    side = updating(parts=Parts(keep=keep, amp=amp))
-    outcome(side)
-    print(sampler(side)())
+def time_run(keep: bool, amp: str) -> None:
+    """Prints the seconds of RUN_STEPS environment steps of the fast rung, compiled."""
+    if not keep:
+        fast.keep_freed_memory = lambda: None
+    with tempfile.TemporaryDirectory() as folder:
+        with redirect_stdout(io.StringIO()):
+            fast.main(fast.Args(compile=True, amp=amp, total_timesteps=RUN_STEPS, runs_dir=folder, run_name="run"))
+        print(RUN_STEPS / json.loads((Path(folder) / "run" / "summary.json").read_text())["sps"])
 
 
 @ATARI.row
