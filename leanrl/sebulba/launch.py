@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -94,7 +94,7 @@ def start(args: SebulbaArgs, script_file: str, algorithm: Algorithm) -> None:
 
 
 def _run_rank(args, script_file: str, algorithm: Algorithm, layout: Layout, device: torch.device) -> None:
-    """Takes the place of rank RANK; a failure is told, and ends this process at once."""
+    """Takes the place of rank RANK, to the end of this process; a failure is told."""
     part = layout.parts[int(os.environ["RANK"])]
     if device.type == "cuda":
         # Groups of one machine, under torchrun, have its devices one after the other.
@@ -112,11 +112,22 @@ def _run_rank(args, script_file: str, algorithm: Algorithm, layout: Layout, devi
         raise
     except Stopped:  # an actor thread has failed, and told it
         status.wait_until_told()
-        os._exit(1)
+        _end_process(1)
     except Exception as error:
         status.fail(error)
-        # Not sys.exit, which would wait for threads of a broken process group.
-        os._exit(1)
+        _end_process(1)
+    _end_process(0)
+
+
+def _end_process(code: int) -> NoReturn:
+    """Ends this process at once.
+
+    Python's own end would wait for the threads of a broken process group; and those of a whole one, which may still let
+    go of a tensor, would find no interpreter any more and abort ("terminate called without an active exception").
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 class SlurmTask(NamedTuple):
