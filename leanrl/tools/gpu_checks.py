@@ -227,9 +227,12 @@ def actor_learner_run(device: torch.device, cudagraphs: bool, collectives: type[
     with (
         mock.patch.dict(os.environ, alone),
         mock.patch.object(worker, "Collectives", collectives),
-        mock.patch.object(os, "_exit", sys.exit),  # a rank that fails ends its process; here others go on
+        mock.patch.object(os, "_exit", sys.exit),  # a rank ends its process; here others go on
     ):
-        cleanba_ppo.main(args)
+        try:
+            cleanba_ppo.main(args)
+        except SystemExit as end:
+            require(not end.code, "the run failed")
     (*_, newest) = sorted((run_dir / "checkpoints").iterdir())
     return load_checkpoint(newest, {})[1]
 
