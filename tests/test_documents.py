@@ -15,7 +15,7 @@ DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "doc").rglob("*.md"
 DOCUMENTS += [*sorted(SCRIPTS.glob("[!_]*.py")), *sorted((SCRIPTS / "tools").glob("[!_]*.py"))]
 COMMAND = r"(?:\./run\.sh|torchrun|python leanrl/|python -m leanrl)"
 # Words that stand for something, and lines that give more than one command.
-PLACEHOLDERS = re.compile(r"\b(SCRIPT|TOOL|AMP|ENV|FLAGS)\b|\[|\.\.\.|…")
+PLACEHOLDERS = re.compile(r"\b(SCRIPT|TOOL|AMP|ENV|FLAGS|SEED)\b|\[|\.\.\.|…")
 
 
 def commands_in(path: Path) -> list[str]:
