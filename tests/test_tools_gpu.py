@@ -1,6 +1,7 @@
 """leanrl.tools.gpu: what it checks, measures and writes, on runs of this machine; and what graphs must do, on a GPU."""
 
 import json
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -160,6 +161,19 @@ def test_training_that_differs_fails(tmp_path):
     assert not row["passed"] and row["detail"].startswith("off by ")
     theirs.exit_code = 1
     assert against_eager(ours, theirs)["detail"] == f"{SIBLING}: exit 1"
+
+
+@pytest.mark.parametrize(
+    ("last", "passed"), [([9.0, 9.0], True), ([0.0, 0.0], False), ([math.nan, 9.0], False), ([math.inf, 9.0], False)]
+)
+def test_bf16_may_go_elsewhere_but_not_nowhere(last, passed, monkeypatch):
+    zeros, ones = torch.zeros(2), torch.ones(2)
+    vectors = {"eager": (zeros, ones), "bf16": (zeros, torch.tensor(last))}
+    monkeypatch.setattr(gpu, "last_parameters", lambda run_dir: vectors[run_dir.name])
+    eager, rounded = (
+        Trial(f"{SIBLING} {name}", 1, [], name, exit_code=0, summary={"interrupted": False}) for name in vectors
+    )
+    assert against_eager(eager, rounded)["passed"] == passed
 
 
 def test_what_would_end_too_late_is_left_out(tmp_path, monkeypatch, capsys):

@@ -175,17 +175,19 @@ def log_of(contender: Contender, runs_dir: Path) -> Path:
 def against_eager(eager: Trial, trial: Trial) -> dict:
     """One row: how far a mode's parameters are from eager's, in parts of the way between eager's two checkpoints.
 
-    bfloat16 rounds so coarsely that it leads to other actions: how far it is then is only told.
+    bfloat16 rounds so coarsely that it leads to other actions: there it is enough that the parameters moved and are
+    finite.
     """
     rounded = trial.label.endswith("bf16")
     row = {"check": f"{trial.label} {'trains' if rounded else 'trains as eager'}", "passed": False}
     for run in (eager, trial):
         if run.failure:
             return {**row, "detail": f"{run.label}: {run.failure}"}
-    (before, after), (_, ours) = last_parameters(Path(eager.run_dir)), last_parameters(Path(trial.run_dir))
+    (before, after), (ours_before, ours) = last_parameters(Path(eager.run_dir)), last_parameters(Path(trial.run_dir))
     error = ((ours - after).norm() / (after - before).norm()).item()
     detail = "bit for bit" if torch.equal(ours, after) else f"off by {error:.1e} of the way"
-    return {**row, "passed": error <= (sys.float_info.max if rounded else TOLERANCE), "detail": detail}
+    moved = math.isfinite(error) and not torch.equal(ours, ours_before)
+    return {**row, "passed": moved and (rounded or error <= TOLERANCE), "detail": detail}
 
 
 def last_parameters(run_dir: Path) -> tuple[torch.Tensor, torch.Tensor]:
