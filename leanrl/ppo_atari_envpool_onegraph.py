@@ -37,6 +37,7 @@ class Args(sibling.Args):
 
 
 PROTOCOL = sibling.PROTOCOL
+validate = sibling.validate
 load_policy = sibling.load_policy  # plays the models that this script saves
 
 

@@ -29,6 +29,7 @@ class Args(sibling.Args):
     """replay all that happens between two steps of the environments as one CUDA graph"""
 
 
+validate = sibling.validate
 load_policy = sibling.load_policy  # plays the models that this script saves
 
 

@@ -38,8 +38,7 @@ def split(command: str) -> list[str]:
 def check_script(name: str, flags: list[str]) -> None:
     module = importlib.import_module(f"leanrl.{name}")
     if "--help" not in flags:
-        home = getattr(module, "sibling", module)  # a one-graph rung's flags are its sibling's
-        home.validate(tyro.cli(module.Args, args=flags))
+        module.validate(tyro.cli(module.Args, args=flags))
 
 
 def check_tool(name: str, flags: list[str]) -> None:

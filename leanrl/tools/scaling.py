@@ -171,7 +171,7 @@ def require_valid(contender: Contender) -> None:
         raise UsageError(
             f"{Path(contender.command[1]).name} does not take {shlex.join(flags)}; see its --help"
         ) from None
-    getattr(module, "sibling", module).validate(args)  # a one-graph rung's flags are its sibling's
+    module.validate(args)
 
 
 # ------------------------------------------------------------------------------------------------------------ RESULTS
