@@ -210,7 +210,10 @@ class ImageAgent(nn.Module):
 
     def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = self.torso(obs)
-        return self.actor(hidden), self.critic(hidden).squeeze(-1)
+        # A value in bf16 would have three digits.
+        with torch.autocast(obs.device.type, enabled=False):
+            hidden = hidden.float()
+            return self.actor(hidden), self.critic(hidden).squeeze(-1)
 
 
 class VectorAgent(nn.Module):

@@ -13,7 +13,6 @@ bootstrapped, and steps that only reset an environment are left out of the loss.
 Layouts, launching and failures: doc/distributed.md
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -215,7 +214,10 @@ class ImageAgent(nn.Module):
 
     def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = self.torso(obs)
-        return self.actor(hidden), self.critic(hidden).squeeze(-1)
+        # A value in bf16 would have three digits.
+        with torch.autocast(obs.device.type, enabled=False):
+            hidden = hidden.float()
+            return self.actor(hidden), self.critic(hidden).squeeze(-1)
 
 
 class VectorAgent(nn.Module):
@@ -337,24 +339,18 @@ LOSS_NAMES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_k
 
 # ------------------------------------------------------------------------------------------------------------ UPDATE
 
-# Rows at most of one pass of the network over observations for their values: they fill a device, and are little to
-# remember. (A single step of more environments than that is one pass all the same.)
-VALUE_ROWS = 1024
-
 
 class Batch(NamedTuple):
     """A shard's rollout with its targets, at addresses that never change."""
 
     rollout: Rollout
-    values: torch.Tensor  # [T + 1, n]
     advantages: torch.Tensor  # [T, n], like the next two
     returns: torch.Tensor
     weights: torch.Tensor  # 0 where a step only reset its environment
 
     @classmethod
     def of(cls, rollout: Rollout) -> "Batch":
-        values = torch.zeros(rollout.obs.shape[:2], device=rollout.obs.device)
-        return cls(rollout, values, *(torch.zeros_like(rollout.rewards) for _ in range(3)))
+        return cls(rollout, *(torch.zeros_like(rollout.rewards) for _ in range(3)))
 
     def minibatch(self, inds: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Rows ``inds`` of obs, actions, logprobs, advantages, returns, weights; steps and environments flattened."""
@@ -362,22 +358,18 @@ class Batch(NamedTuple):
         return self.rollout.obs[:-1].flatten(0, 1)[inds], *(column.flatten()[inds] for column in columns)
 
 
-def fill_targets(batch: Batch, get_value: Callable[[torch.Tensor], torch.Tensor], chunk: int, args: Args) -> None:
-    """Values, advantages, returns and weights of a shard.
+def fill_targets(batch: Batch, get_value: Callable[[torch.Tensor], torch.Tensor], args: Args) -> None:
+    """Advantages, returns and weights of a shard, from the values that the actors computed.
 
     Args:
-        get_value: [chunk * n, ...] -> [chunk * n].
-        chunk: steps of one call.
+        get_value: [n, ...] -> [n]; values the observations that the last step led to.
     """
-    rollout, num_steps = batch.rollout, len(batch.values)
-    # Calls of one shape; the last chunk ends at the end, so that it may compute a few values again.
-    for first in [*range(0, num_steps - chunk, chunk), num_steps - chunk]:
-        values = get_value(rollout.obs[first : first + chunk].flatten(0, 1))
-        batch.values[first : first + chunk] = values.view(chunk, -1)
+    rollout = batch.rollout
+    values = torch.cat([rollout.values, get_value(rollout.obs[-1]).unsqueeze(0)])
     terminations, dones = rollout.terminations.float(), rollout.dones.float()
-    advantages = compute_gae(rollout.rewards, batch.values, terminations, dones, args.gamma, args.gae_lambda)
+    advantages = compute_gae(rollout.rewards, values, terminations, dones, args.gamma, args.gae_lambda)
     batch.advantages.copy_(advantages)
-    batch.returns.copy_(advantages + batch.values[:-1])
+    batch.returns.copy_(advantages + rollout.values)
     batch.weights.copy_(1.0 - rollout.resets.float())
 
 
@@ -394,8 +386,6 @@ def make_update(agent: nn.Module, optimizer: FlatAdam, shards: Shards, args: Arg
     streams = Streams(args.seed, PERMUTATIONS)
     # The mean over shards and accumulated parts of losses that are means themselves.
     scale = 1.0 / (shards.total * args.gradient_accumulation_steps)
-    num_steps, num_envs = batches[0].values.shape
-    chunk = math.ceil(num_steps / math.ceil(num_steps * num_envs / VALUE_ROWS))
 
     def get_value(obs: torch.Tensor) -> torch.Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=args.amp == "bf16"):
@@ -427,7 +417,7 @@ def make_update(agent: nn.Module, optimizer: FlatAdam, shards: Shards, args: Arg
     def warm_up() -> None:
         inds = torch.arange(num_rows // num_parts, device=device)
         for _ in range(WARMUP_CALLS if args.compile or args.cudagraphs else 1):
-            fill_targets(batches[0], get_value, chunk, args)
+            fill_targets(batches[0], get_value, args)
             for gradient in gradients:
                 step(gradient(inds))
 
@@ -435,7 +425,7 @@ def make_update(agent: nn.Module, optimizer: FlatAdam, shards: Shards, args: Arg
         if args.anneal_lr:
             optimizer.lr.fill_(args.learning_rate * (1.0 - (number - 1.0) / num_iterations))
         for batch in batches:
-            fill_targets(batch, get_value, chunk, args)
+            fill_targets(batch, get_value, args)
         losses = torch.zeros(len(LOSS_NAMES), device=device)
         for epoch in range(args.update_epochs):
             inds = [

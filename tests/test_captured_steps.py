@@ -103,7 +103,7 @@ def actor_learner(name: str):
     rollout = Rollout.allocate(args.num_steps, NUM_ENVS, space.shape, torch.uint8, META)
     shards = Shards([0], [rollout], 1, lambda vectors: vectors[0])
     update = script.make_update(agent, script.make_optimizer(agent, args), shards, args, META)
-    act = make_act(agent, args.amp, META)
+    act, _ = make_act(agent, args.amp, META)
     return [update.warm_up, lambda: act(rollout.obs[0], torch.zeros(NUM_ENVS, 3, device=META))]
 
 

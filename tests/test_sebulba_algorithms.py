@@ -12,6 +12,7 @@ from test_ppo_targets import random_rollout, slow_gae
 
 import leanrl.cleanba_impala as impala
 import leanrl.cleanba_ppo as ppo
+from leanrl.sebulba.actor import make_act
 from leanrl.support.errors import UsageError
 from leanrl.support.optim import FlatRMSProp
 
@@ -94,6 +95,26 @@ def test_the_observations_choose_the_network(module):
     for torso in ("impala", "nature"):
         with pytest.raises(UsageError, match=f"--torso {torso}: "):
             module.make_agent(VECTORS, 3, module.Args(torso=torso))
+
+
+@pytest.mark.parametrize("torso", ["impala", "nature"])
+def test_acting_in_bf16_is_autocast(module, torso):
+    """Bit for bit, with matrices that were rounded after the parameters changed last; heads are float32."""
+    torch.manual_seed(0)
+    agent = module.make_agent(IMAGES, 4, module.Args(torso=torso))
+    act, refresh = make_act(agent, "bf16", torch.device("cpu"))
+    obs, noise = torch.randint(0, 256, (3, *IMAGES.shape), dtype=torch.uint8), torch.randn(3, 4)
+    with torch.no_grad():
+        before = act(obs, noise)
+        for parameter in agent.parameters():
+            parameter.mul_(2.0)
+        refresh()
+        actions, logprobs, values = after = act(obs, noise)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits, expected = agent(obs)
+    assert logits.dtype == expected.dtype == torch.float32 and not torch.equal(before, after)
+    assert torch.equal(values, expected) and torch.equal(actions, (logits + noise).argmax(1).float())
+    assert torch.equal(logprobs, logits.log_softmax(1)[range(3), actions.long()])
 
 
 # --------------------------------------------------------------------------------------------------------------- PPO

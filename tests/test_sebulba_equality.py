@@ -109,7 +109,7 @@ def test_a_wrong_lag_ends_the_run(monkeypatch, tmp_path, capsys, lag):
 
 @pytest.mark.parametrize("script", DISTRIBUTED)
 def test_acting_follows_the_learner(monkeypatch, tmp_path, script):
-    """With lag 0 the probabilities that actors report are those of the parameters that the learner begins with."""
+    """With lag 0, actors tell the probabilities and values of the parameters that the learner begins with."""
     module = __import__(f"leanrl.{script}", fromlist=["main"])
     make_update, errors = module.make_update, []
 
@@ -118,10 +118,11 @@ def test_acting_follows_the_learner(monkeypatch, tmp_path, script):
 
         def run(number):
             for rollout in shards.rollouts:
-                logits, _ = agent(rollout.obs[:-1].flatten(0, 1))
+                logits, values = agent(rollout.obs[:-1].flatten(0, 1))
                 told = rollout.actions.flatten()
                 logprobs = logits.log_softmax(1)[torch.arange(len(told)), told]
                 errors.append((logprobs - rollout.logprobs.flatten()).abs().max().item())
+                torch.testing.assert_close(rollout.values.flatten(), values, rtol=1e-5, atol=1e-5)
             return update.run(number)
 
         return update._replace(run=run)

@@ -230,6 +230,7 @@ def random_shards(num_shards, obs_shape=(4,), num_steps=16, num_envs=8):
         rollout.obs.copy_(torch.randn(rollout.obs.shape, generator=generator))
         rollout.actions.copy_(torch.randint(2, rollout.actions.shape, generator=generator))
         rollout.logprobs.copy_(-0.7 + 0.1 * torch.randn(rollout.logprobs.shape, generator=generator))
+        rollout.values.copy_(torch.randn(rollout.values.shape, generator=generator))
         rollout.rewards.copy_(torch.randn(rollout.rewards.shape, generator=generator))
         for flag in (rollout.terminations, rollout.resets):
             flag.copy_(torch.rand(flag.shape, generator=generator) < 0.1)

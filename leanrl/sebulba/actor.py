@@ -20,21 +20,36 @@ from leanrl.support.executables import WARMUP_CALLS, make_executable
 from leanrl.support.optim import FlatParameters
 
 
-def make_act(agent: nn.Module, amp: str, device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """The function ``act(obs, noise)``: [n, ...], Gumbel noise [n, num_actions] -> [2, n] actions, log-probabilities.
+def make_act(agent: nn.Module, amp: str, device: torch.device) -> tuple[Callable, Callable]:
+    """The functions that act.
 
-    One float32 tensor, so that one copy brings it to the CPU; an action's number is exact in it.
+    Returns:
+        ``act(obs, noise)``: [n, ...], Gumbel noise [n, num_actions] -> [3, n] actions, log-probabilities, values. One
+        float32 tensor, so that one copy brings it to the CPU; an action's number is exact in it;
+        ``refresh()``: to be called when the parameters of ``agent`` have changed.
     """
+    rounded = {}
+    if amp == "bf16":
+        # Large matrices are rounded once a rollout, which autocast would do at every step, to the same numbers.
+        rounded = {
+            f"{name}.weight": module.weight.detach().bfloat16()
+            for name, module in agent.named_modules()
+            if name.startswith("torso.") and isinstance(module, nn.Linear)
+        }
+
+    def refresh() -> None:
+        for name, copy in rounded.items():
+            copy.copy_(agent.get_parameter(name))
 
     def act(obs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=amp == "bf16"):
-            logits, _ = agent(obs)
+            logits, values = torch.func.functional_call(agent, rounded, (obs,))
         logits = logits.float()
-        actions = (logits + noise).argmax(1, keepdim=True)
-        logprobs = logits.log_softmax(1).gather(1, actions)
-        return torch.cat([actions.float(), logprobs], 1).T.contiguous()
+        actions = (logits + noise).argmax(1)
+        logprobs = logits.log_softmax(1).gather(1, actions.unsqueeze(1)).squeeze(1)
+        return torch.stack([actions.float(), logprobs, values.float()])
 
-    return act
+    return act, refresh
 
 
 class ActorThread(threading.Thread):
@@ -84,9 +99,8 @@ class ActorThread(threading.Thread):
         # that is the same in every layout.
         size = len(pieces[0].envs) if args.exact_reduction else num_envs
         self._blocks = [slice(start, start + size) for start in range(0, num_envs, size)]
-        self._act = make_executable(
-            make_act(agent, args.amp, device), device, args.compile, args.cudagraphs, cpp_wrapper=False
-        )
+        act, self._refresh = make_act(agent, args.amp, device)
+        self._act = make_executable(act, device, args.compile, args.cudagraphs, cpp_wrapper=False)
         space = envs.single_observation_space
         dtype = torch.from_numpy(np.zeros(0, space.dtype)).dtype
         pinned = device.type == "cuda"
@@ -94,7 +108,7 @@ class ActorThread(threading.Thread):
         self._obs = self._host_obs.to(device) if pinned else self._host_obs
         self._host_noise = torch.zeros(args.num_steps, num_envs, num_actions, pin_memory=pinned)
         self._noise = self._host_noise.to(device) if pinned else self._host_noise
-        self._choices = torch.zeros(args.num_steps, 2, num_envs, device=device)
+        self._choices = torch.zeros(args.num_steps, 3, num_envs, device=device)
         self._streams = Streams(args.seed, ACTION_NOISE)
         self._stopped = False
         self._episodes = EpisodeStatistics(num_envs)
@@ -148,6 +162,7 @@ class ActorThread(threading.Thread):
             started = time.time()
             version = version_for(number, self._args.policy_lag, self._first_version)
             self._source.fetch(version, self._params)
+            self._refresh()
             fetched = time.time()
             torch.set_num_threads(1)
             header = Header(
@@ -211,6 +226,7 @@ class ActorThread(threading.Thread):
         for piece, columns in zip(rollout, self._columns, strict=True):
             piece.actions.copy_(self._choices[:, 0, columns])
             piece.logprobs.copy_(self._choices[:, 1, columns])
+            piece.values.copy_(self._choices[:, 2, columns])
             for name, array in told.items():
                 getattr(piece, name).copy_(torch.from_numpy(array[:, columns]))
             piece.header.copy_(torch.tensor(header, dtype=torch.float64))

@@ -41,6 +41,7 @@ class Rollout:
     obs: torch.Tensor  # [T + 1, n, ...] in the environment's type
     actions: torch.Tensor  # [T, n] int64
     logprobs: torch.Tensor  # [T, n] of the actions under the policy that chose them
+    values: torch.Tensor  # [T, n] of obs[:-1], by the same network
     rewards: torch.Tensor  # [T, n] what is learned from (clipped, on Atari)
     terminations: torch.Tensor  # [T, n] bool, like the next two
     dones: torch.Tensor  # terminated or truncated
@@ -58,7 +59,7 @@ class Rollout:
             "header": ((len(Header._fields),), torch.float64),
             "obs": ((num_steps + 1, num_envs, *obs_shape), obs_dtype),
             "actions": (per_step, torch.int64),
-            **{name: (per_step, torch.float32) for name in ("logprobs", "rewards", "returns", "lengths")},
+            **{name: (per_step, torch.float32) for name in ("logprobs", "values", "rewards", "returns", "lengths")},
             **{name: (per_step, torch.bool) for name in ("terminations", "dones", "resets")},
         }
         sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in fields.items()}
@@ -70,8 +71,8 @@ class Rollout:
 
     def columns(self) -> list[torch.Tensor]:
         """All fields that have environments, along dimension 1."""
-        columns = [self.obs, self.actions, self.logprobs, self.rewards, self.terminations, self.dones, self.resets]
-        return [*columns, self.returns, self.lengths]
+        columns = [self.obs, self.actions, self.logprobs, self.values, self.rewards]
+        return [*columns, self.terminations, self.dones, self.resets, self.returns, self.lengths]
 
     def read_header(self) -> Header:
         return Header(*self.header.tolist())
