@@ -5,6 +5,7 @@ import signal
 import time
 
 import pytest
+from scripts import summary
 from sebulba_runs import DISTRIBUTED, alive, end, finish, last_line, launch, ranks_of, tiny, wait_for_log
 
 LAYOUT = ["--actor-device-ids", 0, "--learner-device-ids", 1, 2]
@@ -54,6 +55,19 @@ def test_a_stopped_process_is_a_stall(endless):
     assert code == 1 and time.monotonic() - begin < 30
     assert last_line(out).startswith("learner 1 (rank 2) has not answered for ")
     assert not alive(ranks)
+
+
+def test_a_launcher_that_was_stopped_goes_on(endless, tmp_path):
+    """As after Ctrl-Z and fg: it has heard of nobody for longer than the timeout, but they are all there."""
+    launcher, ranks = endless("cleanba_impala", "--timeout=4")
+    launcher.send_signal(signal.SIGSTOP)
+    time.sleep(6)
+    launcher.send_signal(signal.SIGCONT)
+    time.sleep(2)
+    assert launcher.poll() is None and len(alive(ranks)) == 3
+    launcher.send_signal(signal.SIGTERM)
+    code, out = finish(launcher)
+    assert code == 0 and summary(tmp_path / "run")["interrupted"], out
 
 
 # Imported by every Python of a run, before the script.

@@ -97,12 +97,14 @@ class Supervisor:
                 for child in self._children:
                     child.start()
                     self._selector.register(child.pipe, selectors.EVENT_READ, child)
-                while any(child.process.poll() is None for child in self._children):
+                while self._anyone_left():
                     self._listen(POLL_SECONDS)
                     if self._signals.count(signal.SIGINT) > 1:
                         return 130
-                    if any(child.failed for child in self._children) or self._silent(self._timeout):
-                        break
+                    if self._silent_or_failed():
+                        self._hear_out()
+                        if self._silent_or_failed():
+                            break
                 return self._conclude()
         finally:
             for child in self._children:
@@ -130,12 +132,14 @@ class Supervisor:
         child = min(running, key=lambda child: child.last_sign, default=None)
         return child if child is not None and time.monotonic() - child.last_sign > seconds else None
 
-    def _conclude(self) -> int:
-        """The exit code; the last line that is printed names the part that failed."""
-        # Read everything first: this process may have been stopped itself, while the others wrote.
+    def _hear_out(self) -> None:
+        """Takes in all that the children have to say: this process may have been stopped itself, while they wrote."""
         until = time.monotonic() + EXPLAIN_SECONDS
         while self._silent_or_failed() and time.monotonic() < until and self._anyone_left():
             self._listen(POLL_SECONDS)
+
+    def _conclude(self) -> int:
+        """The exit code; the last line that is printed names the part that failed."""
         codes = [child.process.poll() for child in self._children]
         if not any(codes) and not self._silent_or_failed():
             return 0
