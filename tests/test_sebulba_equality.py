@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten_with_path
 import leanrl.sebulba.actor as actor
 import leanrl.sebulba.collectives as collectives
 import leanrl.sebulba.environments as environments
+import leanrl.sebulba.learner as learner
 from leanrl.support.tracking import read_metrics
 from leanrl.tools.reproduce import Args, Run, command, difference, execute, fingerprint
 
@@ -131,6 +132,30 @@ def test_acting_follows_the_learner(monkeypatch, tmp_path, script):
     flags = ["--total-timesteps=5120", "--policy-lag=0", "--num-shards=2", "--learning-rate=0.01"]
     assert run_alone(monkeypatch, script, *tiny(tmp_path, *flags)) == 0
     assert len(errors) == 40 and max(errors) < 1e-5
+
+
+def test_actors_have_one_thread_of_pytorch_and_learners_theirs(monkeypatch, tmp_path):
+    """From the first operation on: what an actor started once would disturb the learner's threads for good."""
+    numbers = {"fetch": set(), "play_rollout": set(), "iterate": set()}
+
+    def noting(owner, name):
+        function = getattr(owner, name)
+
+        def noted(*args, **kwargs):
+            numbers[name].add(torch.get_num_threads())
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    noting(actor.ParamsSource, "fetch")
+    noting(actor.ActorThread, "play_rollout")
+    noting(learner.Learner, "iterate")
+    before = torch.get_num_threads()
+    try:
+        assert run_alone(monkeypatch, "cleanba_ppo", *tiny(tmp_path, "--total-timesteps=1024", "--num-threads=2")) == 0
+    finally:
+        torch.set_num_threads(before)
+    assert numbers == {"fetch": {1}, "play_rollout": {1}, "iterate": {2}}
 
 
 @pytest.mark.parametrize("script", DISTRIBUTED)

@@ -120,8 +120,11 @@ class ActorThread(threading.Thread):
 
     def warm_up(self) -> None:
         """Compiles and captures; nothing that counts is changed."""
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # what is compiled will always start as many as there are now
         for _ in range(WARMUP_CALLS if self._args.compile or self._args.cudagraphs else 1):
             self._act(self._obs[self._blocks[0]], self._noise[0, self._blocks[0]])
+        torch.set_num_threads(num_threads)
 
     def take(self, waiter: str) -> list[Rollout]:
         """The next rollout, one piece for each of ``pieces``; ``waiter`` is who waits. Give it back when done."""
@@ -139,6 +142,11 @@ class ActorThread(threading.Thread):
 
     @torch.no_grad()
     def run(self) -> None:
+        # A second thread of PyTorch's here would wait for work by spinning, and the library that starts them lets all
+        # of the process's go to sleep sooner once there are more than cores. A thread takes the process's number when
+        # it first needs one, so that comes first.
+        torch.get_num_threads()
+        torch.set_num_threads(1)
         try:
             if self._device.type == "cuda":
                 with torch.cuda.stream(torch.cuda.Stream(self._device)):
@@ -164,7 +172,6 @@ class ActorThread(threading.Thread):
             self._source.fetch(version, self._params)
             self._refresh()
             fetched = time.time()
-            torch.set_num_threads(1)
             header = Header(
                 number, version, started=started, params_wait=fetched - started, queue_put=started - waiting
             )

@@ -51,7 +51,6 @@ class Learner:
         self._pipeline, self._shards, self._update = pipeline, shards, update
         self._optimizer, self._collectives, self._source = optimizer, collectives, source
         self._args = args
-        self._num_threads = torch.get_num_threads()
         self._num_pieces = max(len(layout.pieces_of_learner(i)) for i in range(layout.num_learners))
         self._message = torch.zeros(len(optimizer.params) + 1, device=optimizer.params.device)
 
@@ -72,7 +71,6 @@ class Learner:
         headers = self._pipeline.exchange(number)
         filled = time.time()
         all_reduce = self._collectives.all_reduce_seconds
-        torch.set_num_threads(self._num_threads)  # MKL has one number for all threads, and actors set 1
         losses = self._update.run(number)
         synchronize(self._optimizer.params.device)
         updated = time.time()
