@@ -7,7 +7,7 @@ runtime is leanrl/sebulba/; its sibling, with which it shares all but targets, l
 
     python leanrl/cleanba_impala.py --env-id Breakout-v5                             # actor and learner on one device
     python leanrl/cleanba_impala.py --actor-device-ids 0 --learner-device-ids 1 2    # an actor and two learners
-    python leanrl/cleanba_impala.py --env-id CartPole-v1 --device cpu --total-timesteps 1000000
+    python leanrl/cleanba_impala.py --env-id Catch-v0 --device cpu --total-timesteps 500000
     torchrun --nproc-per-node 2 leanrl/cleanba_impala.py --learner-device-ids 0 1 --compile
 
 Layouts, launching and failures: doc/distributed.md
