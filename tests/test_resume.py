@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 
+import psutil
 import pytest
 from scripts import (
     KINDS,
@@ -224,6 +225,17 @@ def test_a_restart_resumes_by_itself(script, run_dir, monkeypatch, variable):
     # The first start of a job that was restarted before it began.
     assert run(script, *flags[:-1], "other") == 0
     assert summary(run_dir.parent / "other")["global_step"] == 2048
+
+
+@pytest.mark.parametrize("script", KINDS[:1], indirect=True)
+def test_a_restart_does_not_resume_an_earlier_run(script, run_dir, monkeypatch, capsys):
+    """torchrun also starts again what was refused because its directory is there from an earlier call."""
+    started = psutil.Process(os.getppid()).create_time()
+    os.utime(run_dir / "args.json", (started - 1, started - 1))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    flags = ["--runs-dir", run_dir.parent, "--run-name", "run"]
+    assert run(script, *tiny(script), *flags) == 2
+    assert "exists; continue it with --resume" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("script", KINDS, indirect=True)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from scripts import newest_checkpoint, summary
-from sebulba_runs import DISTRIBUTED, launch, run_alone, tiny
+from sebulba_runs import DISTRIBUTED, finish, launch, run_alone, tiny
 from torch.utils._pytree import tree_flatten_with_path
 
 import leanrl.sebulba.actor as actor
@@ -208,6 +208,6 @@ optim.FlatRMSProp.step = broken
     (tmp_path / "sitecustomize.py").write_text(fault)
     flags = tiny(tmp_path, "--learner-device-ids", 0, 1, "--total-timesteps=100000000", "--checksum-frequency=5")
     process = launch("cleanba_impala", *flags, environ={"PYTHONPATH": f"{tmp_path}:."})
-    out, _ = process.communicate(timeout=120)
-    assert process.returncode == 1
+    code, out = finish(process)
+    assert code == 1
     assert "the parameters of learner 1 (rank 1) and actor 0 and learner 0 (rank 0) differ after" in out

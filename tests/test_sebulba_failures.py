@@ -48,7 +48,7 @@ def test_kill_9_of_any_process(endless, script, victim):
 
 
 def test_a_stopped_process_is_a_stall(endless):
-    launcher, ranks = endless("cleanba_impala", "--timeout=4")
+    launcher, ranks = endless("cleanba_impala", "--timeout=2")
     ranks[2].send_signal(signal.SIGSTOP)
     begin = time.monotonic()
     code, out = finish(launcher, 60)

@@ -141,6 +141,62 @@ def test_signals_stop_all_ranks_and_resume_continues(tmp_path):
     assert rates[-1] == pytest.approx(2.5e-4 * 256 / (step + 1024))
 
 
+def test_a_signal_to_an_actor_stops_all(tmp_path):
+    process = launch("cleanba_ppo", *tiny(tmp_path, "--learner-device-ids", 1, "--total-timesteps=1000000"))
+    wait_for_log(tmp_path / "run", process, points=3)
+    ranks_of(process)[0].send_signal(signal.SIGTERM)
+    code, out = finish(process)
+    assert code == 0 and summary(tmp_path / "run")["interrupted"], out
+
+
+@pytest.mark.parametrize("script", DISTRIBUTED)
+def test_a_stop_finishes_the_update_and_no_more(monkeypatch, tmp_path, script):
+    module, asked = importlib.import_module(f"leanrl.{script}"), []
+    make_update = module.make_update
+
+    def watched(*args):
+        update = make_update(*args)
+
+        def run(number):
+            if number == 5:
+                signal.raise_signal(signal.SIGUSR1)
+            asked.append(number)
+            return update.run(number)
+
+        return update._replace(run=run)
+
+    monkeypatch.setattr(module, "make_update", watched)
+    assert run_alone(monkeypatch, script, *tiny(tmp_path, "--total-timesteps=25600")) == 0
+    assert asked == [1, 2, 3, 4, 5] and summary(tmp_path / "run")["interrupted"]
+    assert last_step(tmp_path / "run") == newest_checkpoint(tmp_path / "run")[0] == 5 * 256
+
+
+def test_resuming_with_other_groups_is_refused(monkeypatch, capsys, tmp_path):
+    assert run_alone(monkeypatch, "cleanba_ppo", *tiny(tmp_path, "--total-timesteps=512")) == 0
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    capsys.readouterr()
+    assert run("cleanba_ppo", "--resume", tmp_path / "run", "--total-timesteps=2048") == 2
+    reason = "was started with 16 environments in all, this start has 32; start as many groups as then"
+    assert capsys.readouterr().err == f"cleanba_ppo.py: --resume {tmp_path / 'run'}: {reason}\n"
+
+
+def test_groups_with_other_flags_are_refused(tmp_path, free_port):
+    """Each is valid by itself; together they would train, and nobody could repeat it."""
+    slurm = {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2"}
+    slurm["MASTER_PORT"] = str(free_port)
+    flags = tiny(tmp_path, "--distributed", "--total-timesteps=1024")
+    groups = [
+        launch("cleanba_impala", *flags, f"--seed={seed}", environ={**slurm, "SLURM_PROCID": str(i)})
+        for i, seed in enumerate((1, 2))
+    ]
+    (lead_code, _), (code, out) = map(finish, groups)
+    assert lead_code == 1 and code == 2
+    assert last_line(out).endswith(
+        "learner 1 (rank 1) was started with other flags than actor 0 and learner 0 (rank 0)"
+    )
+
+
 @pytest.mark.parametrize("script", DISTRIBUTED)
 def test_resume_restores_all(monkeypatch, capsys, tmp_path, script):
     flags = tiny(tmp_path, "--total-timesteps=2560")
@@ -293,6 +349,8 @@ BAD = [
     *[[flag, "0.0"] for flag in ("--timeout", "--learning-rate", "--max-grad-norm", "--max-seconds")],
     *[["--gamma", value] for value in ("1.5", "nan")],
     ["--policy-lag", "-1"],
+    ["--timeout", "1.9"],
+    *[["--target-return", value] for value in ("nan", "inf")],
     ["--num-minibatches", "7"],
     ["--num-shards", "3"],  # 16 environments
     ["--learner-device-ids", "1", "1"],

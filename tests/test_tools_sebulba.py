@@ -2,11 +2,17 @@
 
 import json
 import shlex
+import signal
+import subprocess
 import sys
+import time
 from dataclasses import replace
 
+import psutil
 import pytest
 import torch
+from scripts import summary
+from sebulba_runs import alive
 
 import leanrl.cleanba_ppo as ppo
 from leanrl.support.errors import UsageError
@@ -83,11 +89,13 @@ def test_benchmark_fills_the_template_in(capsys):
 def test_benchmark_submits(tmp_path, monkeypatch, capsys):
     sbatch = tmp_path / "bin" / "sbatch"
     sbatch.parent.mkdir()
-    sbatch.write_text(f"#!/bin/sh\ncp $1 {tmp_path}/submitted\n")
+    sbatch.write_text(f"#!/bin/sh\necho $1 > {tmp_path}/output\ncp $2 {tmp_path}/submitted\n")
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", f"{sbatch.parent}:/usr/bin:/bin")
-    args = benchmark.Args(("A-v1",), command=COMMAND, slurm_template=TEMPLATE, runs_dir=str(tmp_path / "runs"))
+    monkeypatch.chdir(tmp_path)
+    args = benchmark.Args(("A-v1",), command=COMMAND, slurm_template=TEMPLATE, runs_dir="runs")
     assert benchmark.main(args) == 0
+    assert (tmp_path / "output").read_text() == f"--output={tmp_path}/runs/slurm/%A_%a.out\n"
     assert "cleanba_ppo.py" in (tmp_path / "submitted").read_text()
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match="no sbatch here"):
@@ -96,10 +104,29 @@ def test_benchmark_submits(tmp_path, monkeypatch, capsys):
 
 def test_benchmark_runs_with_workers(monkeypatch, capsys):
     ran = []
-    monkeypatch.setattr(benchmark, "run_child", lambda line: (ran.append(line), (len(ran) == 2, None))[1])
+    monkeypatch.setattr(benchmark, "run_child", lambda line, _: (ran.append(line), (len(ran) == 2, None))[1])
     assert benchmark.main(benchmark.Args(("A-v1",), num_seeds=3, workers=2, command=COMMAND)) == 1
     assert len(ran) == 3 and all(line[0] == sys.executable for line in ran)
     assert "2 of 3 runs ended well" in capsys.readouterr().out
+
+
+def test_benchmark_ends_its_runs_with_itself(tmp_path):
+    flags = ["--env-ids", "CartPole-v1", "--num-seeds", "2", "--workers", "2"]
+    script = ["leanrl/cleanba_impala.py", "--device=cpu", "--local-num-envs=8", f"--runs-dir={tmp_path}"]
+    command = [sys.executable, "-m", "leanrl.tools.benchmark", *flags, "--", *script, "--total-timesteps=100000000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.glob("*/metrics.jsonl"))) < 2:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        started = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode != 0 and len(started) == 4 and not alive(started)
+    assert all(summary(path.parent)["interrupted"] for path in tmp_path.glob("*/metrics.jsonl"))
 
 
 @pytest.mark.parametrize("command", [(), ("nothing.py",), ("leanrl/__init__.py",), (*COMMAND, "--seed=3")])

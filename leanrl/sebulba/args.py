@@ -1,5 +1,6 @@
 """The flags of the runtime, which both distributed scripts have."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -58,7 +59,7 @@ class SebulbaArgs(RunArgs):
     checksum_frequency: int = 100
     """updates between comparisons of the learners' parameters; a difference ends the run"""
     max_seconds: float | None = None
-    """stop after this much wall clock"""
+    """stop after this much wall clock, of all starts of the run together"""
     target_return: float | None = None
     """stop once the mean of the last 100 episodes reaches this"""
 
@@ -79,7 +80,10 @@ def validate_runtime(args: SebulbaArgs) -> None:
     """Raises UsageError on the first flag of the runtime that cannot work, whatever the layout."""
     require_at_least(args, 1, "num_threads", "env_threads", "log_frequency", "checksum_frequency", "checkpoint_every")
     require_at_least(args, 0, "policy_lag")
-    require_positive(args, "timeout", "max_seconds")
+    require_at_least(args, 2, "timeout")  # a process gives a sign of life twice a second
+    require_positive(args, "max_seconds")
+    if args.target_return is not None and not math.isfinite(args.target_return):
+        raise bad("target_return", args.target_return, "must be a finite number")
     if args.upload_model:
         require_hub()
     if args.capture_video:

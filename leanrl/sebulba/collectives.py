@@ -105,7 +105,7 @@ class Collectives:
         if not operations:
             return
         names = [f"{self._layout.parts[operation.peer].name}, a rollout" for operation in operations]
-        with waiting_for(names[-1]):
+        with waiting_for(" or ".join(dict.fromkeys(names))):
             works = dist.batch_isend_irecv(operations)
         # NCCL gives one handle for all.
         for work, name in zip(works, names, strict=False):
@@ -120,14 +120,16 @@ class Collectives:
         if self._learners is None:
             return sum_in_order(vectors)
         start = time.perf_counter()
-        with waiting_for("another learner, in a sum of gradients"):
-            if self._exact:
-                mine = torch.stack(list(vectors))
-                everyone = [torch.empty_like(mine) for _ in range(self._layout.num_learners)]
+        peers = waiting_for("another learner, in a sum of gradients")
+        if self._exact:
+            mine = torch.stack(list(vectors))
+            everyone = [torch.empty_like(mine) for _ in range(self._layout.num_learners)]
+            with peers:
                 dist.all_gather(everyone, mine, group=self._learners)
-                total = sum_in_order([vector for shards in everyone for vector in shards])
-            else:
-                total = sum_in_order(vectors)  # of one vector that vector itself, which nobody reads again
+            total = sum_in_order([vector for shards in everyone for vector in shards])
+        else:
+            total = sum_in_order(vectors)  # of one vector that vector itself, which nobody reads again
+            with peers:
                 dist.all_reduce(total, group=self._learners)
         self.all_reduce_seconds += time.perf_counter() - start
         return total
@@ -142,11 +144,21 @@ class Collectives:
             dist.all_gather(reports, message, group=self._learners)
         return torch.stack(reports).cpu()
 
-    def share_params(self, message: torch.Tensor) -> None:
-        """From the first learner of a group to its actors that have no learner: overwrites ``message`` there."""
+    def send_params(self, params: torch.Tensor, stop: bool) -> None:
+        """Sends ``params`` [P], and whether this was the last iteration, to the actors that have no learner."""
         if self._actors is not None:
-            with waiting_for(f"{self._layout.parts[self._params_from].name}, the new parameters"):
-                dist.broadcast(message, self._params_from, group=self._actors)
+            self._share(torch.cat([params, params.new_tensor([float(stop)])]))
+
+    def receive_params(self, params: torch.Tensor) -> bool:
+        """Overwrites ``params`` with what the first learner of this group sent; whether this was the last iteration."""
+        message = params.new_empty(len(params) + 1)
+        self._share(message)
+        params.copy_(message[:-1])
+        return message[-1].item() > 0
+
+    def _share(self, message: torch.Tensor) -> None:
+        with waiting_for(f"{self._layout.parts[self._params_from].name}, the new parameters"):
+            dist.broadcast(message, self._params_from, group=self._actors)
 
 
 def _rendezvous(rank: int, world_size: int, limit: datetime.timedelta) -> dist.Store:

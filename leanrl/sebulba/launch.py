@@ -19,6 +19,7 @@ from leanrl.sebulba.mailbox import Stopped
 from leanrl.sebulba.status import Status
 from leanrl.sebulba.supervisor import Child, supervise
 from leanrl.sebulba.worker import work
+from leanrl.support.cli import run_directory
 from leanrl.support.errors import UsageError, bad
 from leanrl.support.run import seed_everything
 
@@ -57,6 +58,9 @@ def start(args: SebulbaArgs, script_file: str, algorithm: Algorithm) -> None:
             needed = f"{world_size} processes were started, but this layout has {group_size} a group"
             raise UsageError(f"--actor-device-ids and --learner-device-ids: {needed}; start a multiple of them")
     layout = Layout.of(args, num_groups)
+    if args.resume is not None and args.num_envs != layout.num_envs:
+        there = f"was started with {args.num_envs} environments in all, this start has {layout.num_envs}"
+        raise bad("resume", args.resume, f"{there}; start as many groups as then")
     args.num_envs = layout.num_envs
     if args.total_timesteps < layout.num_envs * args.num_steps:
         needed = f"is less than one rollout, {layout.num_envs * args.num_steps} steps"
@@ -70,6 +74,10 @@ def start(args: SebulbaArgs, script_file: str, algorithm: Algorithm) -> None:
     pool = make_pool(args.env_id, range(1), args.seed, args.protocol)
     algorithm.make_agent(pool.single_observation_space, int(pool.single_action_space.n), args)
     pool.close()
+    if args.resume is None and args.run_name is not None and (run_directory(args) / "args.json").exists():
+        # The leading process would say so, but another group's would wait for it meanwhile.
+        run_dir = run_directory(args)
+        raise bad("run_name", args.run_name, f"{run_dir} exists; continue it with --resume {run_dir}")
     first_rank = 0 if slurm is None else slurm.number * group_size
     environ = {"WORLD_SIZE": str(len(layout.parts))}
     store = None

@@ -52,14 +52,15 @@ class Learner:
         self._optimizer, self._collectives, self._source = optimizer, collectives, source
         self._args = args
         self._num_pieces = max(len(layout.pieces_of_learner(i)) for i in range(layout.num_learners))
-        self._message = torch.zeros(len(optimizer.params) + 1, device=optimizer.params.device)
 
-    def iterate(self, number: int, last: int, stop_requested: bool) -> tuple[list[Report], torch.Tensor, bool]:
+    def iterate(
+        self, number: int, last: int, stop_requested: Callable[[], bool]
+    ) -> tuple[list[Report], torch.Tensor, bool]:
         """Trains on rollout ``number`` and passes the new parameters on.
 
         Args:
             last: number of the last rollout.
-            stop_requested: whether this process was asked to stop.
+            stop_requested: whether this process was asked to stop; called after the update.
 
         Returns:
             the reports of all learners, the losses, and whether this was the last iteration: the same for all.
@@ -68,7 +69,7 @@ class Learner:
             RuntimeError: the learners' parameters differ.
         """
         started = time.time()
-        headers = self._pipeline.exchange(number)
+        headers = self._pipeline.exchange(number, stop=False)  # what it was asked is in its report
         filled = time.time()
         all_reduce = self._collectives.all_reduce_seconds
         losses = self._update.run(number)
@@ -77,18 +78,16 @@ class Learner:
         times = Times(started, filled, updated, filled - started, self._collectives.all_reduce_seconds - all_reduce)
         check = number % self._args.checksum_frequency == 0 or number == last
         sum_of_bits = checksum(self._optimizer.params) if check else 0
-        written = write_report(
-            stop_requested, sum_of_bits, times, [header for _, header in headers], self._shards, self._num_pieces
-        )
+        told = [header for _, header in headers]
+        stop = stop_requested() or any(header.stop for header in told)
+        written = write_report(stop, sum_of_bits, times, told, self._shards, self._num_pieces)
         reports = read_reports(self._layout, self._collectives.gather_reports(written), self._args.num_steps)
         for learner, report in enumerate(reports):
             if report.checksum != reports[0].checksum:
                 names = [self._layout.learner_part(i).name for i in (learner, 0)]
                 raise RuntimeError(f"the parameters of {' and '.join(names)} differ after update {number}")
         stop = number == last or any(report.stop for report in reports)
-        self._message[:-1] = self._optimizer.params
-        self._message[-1] = float(stop)
-        self._collectives.share_params(self._message)
+        self._collectives.send_params(self._optimizer.params, stop)
         if self._source is not None:
             self._source.publish(number, self._optimizer.params)
         return reports, losses, stop

@@ -1,7 +1,6 @@
 """Passing things between threads: bounded, with time limits, and closed when the run ends."""
 
 import threading
-import time
 from collections import deque
 from typing import Generic, TypeVar
 
@@ -44,11 +43,9 @@ class Mailbox(Generic[T]):
             Stopped: the mailbox is closed.
             Stalled: nothing came in time.
         """
-        deadline = time.monotonic() + self._timeout
         with self._changed:
-            while not self._items and not self._closed:
-                if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
-                    raise Stalled(f"waited {self._timeout:g} s for {what}")
+            if not self._changed.wait_for(lambda: self._items or self._closed, self._timeout):
+                raise Stalled(f"waited {self._timeout:g} s for {what}")
             if self._closed:
                 raise Stopped
             return self._items.popleft()

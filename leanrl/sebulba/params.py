@@ -1,7 +1,6 @@
 """Versions of the parameters, from the learner to the actor threads of one device."""
 
 import threading
-import time
 
 import torch
 
@@ -59,11 +58,9 @@ class ParamsSource:
             Stalled: it did not come in time.
             RuntimeError: it has been overwritten, which the schedule of rollouts rules out.
         """
-        deadline = time.monotonic() + self._timeout
         with self._changed:
-            while self._newest < version and not self._closed:
-                if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
-                    raise Stalled(f"waited {self._timeout:g} s for parameters {version} of the learner")
+            if not self._changed.wait_for(lambda: self._newest >= version or self._closed, self._timeout):
+                raise Stalled(f"waited {self._timeout:g} s for parameters {version} of the learner")
             if self._closed:
                 raise Stopped
             slot = version % len(self._slots)

@@ -46,8 +46,11 @@ class Pipeline:
         num_steps, shape, dtype = len(shard.actions), tuple(shard.obs.shape[2:]), shard.obs.dtype
         return Rollout.allocate(num_steps, len(piece.envs), shape, dtype, shard.obs.device)
 
-    def exchange(self, number: int) -> list[tuple[Piece, Header]]:
+    def exchange(self, number: int, stop: bool) -> list[tuple[Piece, Header]]:
         """Passes rollout ``number`` on, and fills the shards with it.
+
+        Args:
+            stop: whether this process was asked to stop, which the learners are to hear.
 
         Returns:
             the pieces that they were filled with, in the order of their environments, each with its header.
@@ -61,6 +64,8 @@ class Pipeline:
             for thread, rollouts in zip(self._threads, played, strict=True)
             for piece, rollout in zip(thread.pieces, rollouts, strict=True)
         ]
+        for _, rollout in here:
+            rollout.header[Header._fields.index("stop")] = float(stop)
         sends = [
             (self._layout.learner_part(piece.learner).rank, rollout.buffer)
             for piece, rollout in here

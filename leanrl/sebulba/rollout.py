@@ -26,6 +26,8 @@ class Header(NamedTuple):
     device_to_host: float = 0
     queue_put: float = 0
     """waiting for a free buffer, before it started"""
+    stop: float = 0
+    """1 if its process was asked to stop"""
 
 
 @dataclass

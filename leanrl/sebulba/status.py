@@ -14,6 +14,8 @@ STATUS_FD = "LEANRL_STATUS_FD"
 HEARTBEAT_SECONDS = 0.5
 # An actor thread's error is told at once; the process that it stops with it has this long to come to its end.
 GRACE_SECONDS = 5
+# Characters: a line of a pipe's 4,096 bytes at most is written whole, with no heartbeat inside.
+LONGEST_REASON = 900
 
 Kind = Literal["error", "stall", "lost"]
 
@@ -57,10 +59,10 @@ class Status:
             return
         kind: Kind = "lost" if isinstance(error, PeerLost) else "stall" if isinstance(error, Stalled) else "error"
         reason = str(error) if kind != "error" else f"{type(error).__name__}: {error}" if str(error) else repr(error)
-        message = f"{who or self._part_name}: {' '.join(reason.split())}"
+        message = f"{who or self._part_name}: {' '.join(reason.split())[:LONGEST_REASON]}"
         if kind == "error":
             traceback.print_exception(error)
-        self._write(json.dumps({"kind": kind, "message": message}).encode() + b"\n")
+        self._write(json.dumps({"kind": kind, "message": message}, ensure_ascii=False).encode() + b"\n")
         if self._fd is None:  # else the supervisor says it, once all have been heard
             print(message, file=sys.stderr, flush=True)
         self._told.set()

@@ -95,17 +95,20 @@ class Supervisor:
         try:
             with selectors.DefaultSelector() as self._selector:
                 for child in self._children:
+                    heard = len(self._signals)
                     child.start()
+                    for number in self._signals[heard:]:  # while it started, nobody passed them on to it
+                        child.process.send_signal(number)
                     self._selector.register(child.pipe, selectors.EVENT_READ, child)
-                while self._anyone_left():
+                failed = False
+                while self._anyone_left() and not failed:
                     self._listen(POLL_SECONDS)
                     if self._signals.count(signal.SIGINT) > 1:
                         return 130
                     if self._silent_or_failed():
                         self._hear_out()
-                        if self._silent_or_failed():
-                            break
-                return self._conclude()
+                        failed = self._silent_or_failed()
+                return self._conclude(failed)
         finally:
             for child in self._children:
                 if child.process is not None:
@@ -138,10 +141,11 @@ class Supervisor:
         while self._silent_or_failed() and time.monotonic() < until and self._anyone_left():
             self._listen(POLL_SECONDS)
 
-    def _conclude(self) -> int:
+    def _conclude(self, failed: bool) -> int:
         """The exit code; the last line that is printed names the part that failed."""
+        self._listen(0)
         codes = [child.process.poll() for child in self._children]
-        if not any(codes) and not self._silent_or_failed():
+        if not failed and not any(codes):
             return 0
         if 2 in codes:  # bad input, which the child has told in one line
             return 2
@@ -158,15 +162,17 @@ class Supervisor:
 
     def _explain(self) -> str:
         """One line about the failure that the others follow from."""
-        for child in self._children:
-            code = child.process.poll()
-            if code is not None and code < 0:
-                return f"{child.name} killed by signal {-code}"
+        killed = {child.name: -child.process.poll() for child in self._children if (child.process.poll() or 0) < 0}
+        for name, number in killed.items():
+            if number == signal.SIGKILL:
+                return f"{name} killed by signal {number}"
         told = [failure for child in self._children for failure in child.failures]
         for failure in told:
             if failure["kind"] == "error":
                 return failure["message"]
-        if (silent := self._silent(SILENT_SECONDS)) is not None:
+        for name, number in killed.items():  # a library may abort where another process has raised an error
+            return f"{name} killed by signal {number}"
+        if (silent := self._silent(min(SILENT_SECONDS, self._timeout))) is not None:
             seconds = time.monotonic() - silent.last_sign
             waiting = f"; {told[0]['message']}" if told else ""
             return f"{silent.name} has not answered for {seconds:.0f} s{waiting}"

@@ -1,5 +1,8 @@
 """One process of a run, from its set-up to its end: actor threads, a learner, or both."""
 
+import dataclasses
+import hashlib
+import json
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
@@ -19,6 +22,7 @@ from leanrl.sebulba.params import ParamsSource
 from leanrl.sebulba.pipeline import Pipeline
 from leanrl.sebulba.rollout import Rollout
 from leanrl.sebulba.status import Status
+from leanrl.support.cli import RunArgs
 from leanrl.support.devices import available_cores, keep_freed_memory, set_cpu_numerics
 from leanrl.support.errors import UsageError
 from leanrl.support.executables import untouched
@@ -27,6 +31,13 @@ from leanrl.support.run import Run, seed_everything
 from leanrl.support.signals import StopRequest
 
 JOIN_SECONDS = 30
+
+
+def flags_digest(args: SebulbaArgs) -> int:
+    """A number of all flags that every process of a run must have been given alike."""
+    own = {field.name for field in dataclasses.fields(RunArgs)}
+    shared = {name: value for name, value in dataclasses.asdict(args).items() if name not in own}
+    return int(hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:15], 16)
 
 
 @torch.no_grad()
@@ -53,7 +64,6 @@ def work(
     seed_everything(args.seed)
     with ExitStack() as stack:
         lead = part.learner == 0
-        stop = None if lead else stack.enter_context(StopRequest(quiet=True))
         example = make_pool(args.env_id, range(1), args.seed, args.protocol)
         space, num_actions = example.single_observation_space, int(example.single_action_space.n)
         example.close()
@@ -69,9 +79,13 @@ def work(
         if lead and run.resumed is not None:
             agent.load_state_dict(run.resumed["agent"])
             optimizer.load_state_dict(run.resumed["optimizer"])
-        step_of_lead = torch.tensor([run.global_step if lead else 0])
-        collectives.broadcast([*optimizer.tensors(), step_of_lead])
-        start = int(step_of_lead)
+        facts = torch.tensor([run.global_step if lead else 0, flags_digest(args)])
+        collectives.broadcast([*optimizer.tensors(), facts])
+        start, digest_of_lead = facts.tolist()
+        if digest_of_lead != flags_digest(args):
+            raise UsageError(f"{part.name} was started with other flags than {layout.learner_part(0).name}")
+        # From here on all stop together, whichever of them a signal reaches.
+        stop = stack.enter_context(StopRequest(quiet=True))
         first = start // batch_size
 
         # Threads of environments are shared by the actor threads of this machine, as far as it is known.
@@ -80,10 +94,22 @@ def work(
         source, threads = None, []
         if part.actor is not None:
             source = ParamsSource(optimizer.params, first, args.policy_lag, args.timeout)
-            threads = [
-                _make_thread(args, algorithm, layout, part.actor, i, source, device, env_threads, start, last, status)
-                for i in range(layout.num_actor_threads)
-            ]
+            for index in range(layout.num_actor_threads):
+                envs = layout.thread_envs(part.actor, index)
+                threads.append(
+                    ActorThread(
+                        layout.thread_name(part.actor, index),
+                        layout.pieces_of_thread(part.actor, index),
+                        make_pool(args.env_id, envs, args.seed, args.protocol, env_threads, start),
+                        algorithm.make_agent(space, num_actions, args).to(device),
+                        source,
+                        args,
+                        device,
+                        first,
+                        last,
+                        status.fail_in_thread,
+                    )
+                )
         shards = []
         if part.learner is not None:
             dtype, shape = torch.from_numpy(space.sample()).dtype, space.shape
@@ -95,7 +121,7 @@ def work(
 
         if lead:
             stack.enter_context(run)
-        with run.warmup() if lead else nullcontext():
+        with run.warmup(errors_end=True) if lead else nullcontext():
             for thread in threads:
                 thread.warm_up()
             if part.learner is not None:
@@ -118,35 +144,22 @@ def work(
             thread.start()
 
         if part.learner is None:
-            _feed(pipeline, collectives, source, optimizer.params, first, last)
+            # Rollouts out, parameters in.
+            for number in range(first + 1, last + 1):
+                pipeline.exchange(number, stop.requested)
+                if collectives.receive_params(optimizer.params):
+                    break
+                source.publish(number, optimizer.params)
             return
         learner = Learner(layout, part, pipeline, shards, update, optimizer, collectives, source, args)
         if lead:
+            if stop.requested:
+                run.request_stop()
             _lead(run, args, algorithm, layout, agent, optimizer, update, learner, first, last)
         else:
             for number in range(first + 1, last + 1):
-                if learner.iterate(number, last, stop.requested)[-1]:
+                if learner.iterate(number, last, lambda: stop.requested)[-1]:
                     break
-
-
-def _make_thread(
-    args, algorithm, layout, actor, index, source, device, env_threads, start, last, status
-) -> ActorThread:
-    envs = layout.thread_envs(actor, index)
-    pool = make_pool(args.env_id, envs, args.seed, args.protocol, env_threads, start)
-    agent = algorithm.make_agent(pool.single_observation_space, int(pool.single_action_space.n), args).to(device)
-    return ActorThread(
-        layout.thread_name(actor, index),
-        layout.pieces_of_thread(actor, index),
-        pool,
-        agent,
-        source,
-        args,
-        device,
-        start // (layout.num_envs * args.num_steps),
-        last,
-        status.fail_in_thread,
-    )
 
 
 def _teller(status: Status) -> Callable:
@@ -170,19 +183,6 @@ def _stop_threads(threads: list[ActorThread], source: ParamsSource | None) -> No
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _feed(
-    pipeline: Pipeline, collectives: Collectives, source: ParamsSource, params: torch.Tensor, first: int, last: int
-) -> None:
-    """The main thread of a process that only acts: rollouts out, parameters in."""
-    message = torch.zeros(len(params) + 1, device=params.device)
-    for number in range(first + 1, last + 1):
-        pipeline.exchange(number)
-        collectives.share_params(message)
-        if message[-1] > 0:
-            break
-        source.publish(number, message[:-1])
-
-
 def _lead(run: Run, args, algorithm, layout, agent, optimizer, update, learner, first: int, last: int) -> None:
     """The main thread of the learner that owns the run directory."""
 
@@ -191,18 +191,23 @@ def _lead(run: Run, args, algorithm, layout, agent, optimizer, update, learner, 
 
     records = Records(run, layout, algorithm.loss_names, state_dict)
     enough = False
+
+    def stop_requested() -> bool:
+        nonlocal enough
+        enough = enough or _enough(run, args)
+        return enough or run.stop_requested
+
     run.restore_rng()
     run.start_clock()
     try:
         for number in range(first + 1, last + 1):
-            reports, losses, stop = learner.iterate(number, last, run.stop_requested or enough)
+            reports, losses, stop = learner.iterate(number, last, stop_requested)
             run.optimizer_steps += update.num_steps
             records.add(number, reports, losses, optimizer)
             if stop:
                 if any(report.stop for report in reports) and not enough:
-                    run.request_stop()  # the signal may have reached another learner only
+                    run.request_stop()  # the signal may have reached another process only
                 break
-            enough = enough or _enough(run, args)
     finally:
         records.close()
     run.finish(state_dict())

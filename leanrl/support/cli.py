@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
 import tyro
 
 from leanrl.support.errors import UsageError, bad, changed_fields, typed
@@ -71,9 +72,15 @@ def run_directory(args: RunArgs) -> Path:
     return Path(args.runs_dir) / args.run_name
 
 
-def restarted() -> bool:
-    """Whether torchrun or SLURM started this process again after a failure or a requeue."""
-    return any(int(os.environ.get(v, "0") or 0) > 0 for v in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+def restarted(args_json: Path) -> bool:
+    """Whether torchrun or SLURM started this process again after a failure or a requeue of the run of ``args_json``."""
+    if not args_json.exists():
+        return False
+    if int(os.environ.get("SLURM_RESTART_COUNT", "0") or 0) > 0:
+        return True
+    # torchrun also restarts what was refused because the directory is an earlier run's: older than torchrun itself.
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0) > 0
+    return again and args_json.stat().st_mtime >= psutil.Process(os.getppid()).create_time()
 
 
 def parse_args(args_type: type[Args], script: str, argv: list[str] | None = None) -> Args:
@@ -94,7 +101,7 @@ def parse_args(args_type: type[Args], script: str, argv: list[str] | None = None
     resume = _resume_path(argv)
     if resume is None:
         args = tyro.cli(args_type, **words)
-        if not restarted() or args.run_name is None or not (run_directory(args) / "args.json").exists():
+        if args.run_name is None or not restarted(run_directory(args) / "args.json"):
             return args
         resume = str(run_directory(args))
     try:

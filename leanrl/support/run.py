@@ -216,14 +216,18 @@ class Run:
         self._stop.__exit__()
 
     @contextmanager
-    def warmup(self):
-        """Times what happens once before the loop: compilation and capture."""
+    def warmup(self, errors_end: bool = False):
+        """Times what happens once before the loop: compilation and capture.
+
+        Args:
+            errors_end: an error ends the run also where a stop was requested, and may be what caused the error.
+        """
         start = time.perf_counter()
         try:
             yield
         except Exception:
             # Ctrl-C reaches the C++ compiler too, whose end looks like an error here.
-            if not self.stop_requested:
+            if errors_end or not self.stop_requested:
                 raise
         synchronize(self.device)
         self.warmup_seconds += time.perf_counter() - start

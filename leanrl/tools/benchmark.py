@@ -9,6 +9,7 @@ What comes after -- is the script with its flags; --env-id, --seed and --run-nam
 be run or submitted. A SLURM template may name {array} {ntasks} {nodes} {gpus_per_task} {cpus_per_gpu} {commands}.
 """
 
+import math
 import shlex
 import subprocess
 import sys
@@ -22,7 +23,7 @@ import tyro
 
 from leanrl.support.errors import UsageError, bad, require_at_least
 from leanrl.tools.common import run_tool
-from leanrl.tools.trials import REPOSITORY, SCRIPTS, require_distinct, run_child
+from leanrl.tools.trials import REPOSITORY, SCRIPTS, Deadline, require_distinct, run_child
 
 ADDED = ("--env-id", "--seed", "--run-name", "--resume")
 
@@ -104,7 +105,8 @@ def submit(args: Args, job: str, stamp: str) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(job)
     try:
-        return subprocess.run(["sbatch", str(path)], cwd=REPOSITORY).returncode
+        output = f"--output={path.parent.resolve()}/%A_%a.out"
+        return subprocess.run(["sbatch", output, str(path.resolve())], cwd=REPOSITORY).returncode
     except FileNotFoundError:
         raise UsageError(
             f"--slurm-template {args.slurm_template}: there is no sbatch here; {path} is written"
@@ -129,15 +131,21 @@ def main(args: Args) -> int:
         print("\n".join(shlex.join(line) for line in lines))
         return 0
 
+    deadline = Deadline(math.inf)
+
     def run(line: list[str]) -> bool:
         print(shlex.join(line), flush=True)
-        code, _ = run_child(line)
+        code, _ = run_child(line, deadline)
         if code:
             print(f"{shlex.join(line)}: ended with exit code {code}", file=sys.stderr, flush=True)
         return code == 0
 
     with ThreadPoolExecutor(args.workers) as pool:
-        ended_well = list(pool.map(run, lines))
+        try:
+            ended_well = list(pool.map(run, lines))
+        except BaseException:
+            deadline.at = 0.0  # the children too are to stop
+            raise
     print(f"{sum(ended_well)} of {len(lines)} runs ended well")
     return 0 if all(ended_well) else 1
 
