@@ -1,8 +1,8 @@
 """Deep Q-Network (DQN) for discrete actions: the readable eager reference.
 
 Paper: https://www.nature.com/articles/nature14236. Algorithm, names, hyperparameters and structure follow CleanRL's
-https://docs.cleanrl.dev/rl-algorithms/dqn/#dqnpy; what differs: episodes that run out of time are bootstrapped from
-their true last observation, and steps that only reset an environment are not stored.
+https://docs.cleanrl.dev/rl-algorithms/dqn/#dqnpy; what differs: steps that only
+reset an environment are not stored.
 Its fast sibling, which computes the same numbers, is dqn_torchcompile.py.
 
     python leanrl/dqn.py --env-id CartPole-v1
@@ -28,7 +28,7 @@ from leanrl.support.devices import resolve_device, set_cpu_numerics
 from leanrl.support.envs import make_envs, require_discrete_actions, start_envs
 from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import require_at_least, require_positive, require_unit_interval
-from leanrl.support.evaluation import record_video, require_video
+from leanrl.support.evaluation import require_video
 from leanrl.support.off_policy import OffPolicyState, require_off_policy
 from leanrl.support.replay import Batch, Replay
 from leanrl.support.run import Run, seed_everything
@@ -239,11 +239,11 @@ def main(args: Args) -> None:
             obs, resets = next_obs, dones
 
             due = schedule.due(run.global_step)
-            if schedule.begins(run.global_step):
-                run.start_clock()
             for _ in range(due):
                 run.optimizer_steps += 1
                 update()
+            if schedule.begins(run.global_step):  # a GPU's libraries are set up with the first update
+                run.start_clock()
             if run.global_step % args.target_network_frequency < args.num_envs:
                 update_target(q_network, target_network, args.tau)
 
@@ -253,11 +253,7 @@ def main(args: Args) -> None:
             if run.checkpoint_due():
                 run.checkpoint(state.state_dict())
 
-        run.finish(state.state_dict())
-        if args.save_model or args.capture_video:
-            run.save_model({"q_network": q_network.state_dict()})
-            if args.capture_video:
-                record_video(run.dir)
+        run.finish(state.state_dict(), model={"q_network": q_network.state_dict()})
     envs.close()
 
 

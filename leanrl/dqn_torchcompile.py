@@ -34,7 +34,7 @@ from leanrl.support.devices import resolve_device, set_cpu_numerics
 from leanrl.support.envs import EnvBackend, make_envs, require_discrete_actions, start_envs
 from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import require_at_least, require_positive, require_unit_interval
-from leanrl.support.evaluation import record_video, require_video
+from leanrl.support.evaluation import require_video
 from leanrl.support.executables import CUDAGRAPH_WARMUP, WARMUP_CALLS, CompiledStep, untouched
 from leanrl.support.inductor import mlp_as_sums
 from leanrl.support.off_policy import OffPolicyState, require_off_policy
@@ -286,8 +286,8 @@ def main(args: Args) -> None:
     optimizer = FlatAdam(q_network, lr=args.learning_rate, eps=1e-8)
     target_network = optimizer.params.clone()
     replay = Replay(args.buffer_size, obs_dim, 1, device)
-    # As many steps as can pass between two updates.
-    num_staged = math.ceil(1 / (args.num_envs * args.updates_per_step))
+    # As many steps as can pass between two updates, or as the replay holds.
+    num_staged = min(math.ceil(1 / (args.num_envs * args.updates_per_step)), max(1, args.buffer_size // args.num_envs))
     staging = Staging(num_staged, args.num_envs, obs_dim, device)
     just_update, losses = make_update(optimizer, target_network, replay, args)
     greedy, learn, update = make_executables(q_network, replay, staging, just_update, args)
@@ -360,11 +360,7 @@ def main(args: Args) -> None:
             if run.checkpoint_due():
                 run.checkpoint(state_dict())
 
-        run.finish(state_dict())
-        if args.save_model or args.capture_video:
-            run.save_model({"q_network": q_network.state_dict()})
-            if args.capture_video:
-                record_video(run.dir)
+        run.finish(state_dict(), model={"q_network": q_network.state_dict()})
     envs.close()
 
 

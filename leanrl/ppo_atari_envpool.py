@@ -28,7 +28,7 @@ from leanrl.support.cli import RunArgs, run_script
 from leanrl.support.devices import available_cores, resolve_device, set_cpu_numerics
 from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
-from leanrl.support.evaluation import record_video, require_video
+from leanrl.support.evaluation import require_video
 from leanrl.support.run import Run, seed_everything
 
 PROTOCOL = CLEANRL
@@ -365,11 +365,7 @@ def main(args: Args) -> None:
             if run.checkpoint_due():
                 run.checkpoint(state_dict())
 
-        run.finish(state_dict())
-        if args.save_model or args.capture_video:
-            run.save_model({"agent": agent.state_dict()})
-            if args.capture_video:
-                record_video(run.dir)
+        run.finish(state_dict(), model={"agent": agent.state_dict()})
     envs.close()
 
 

@@ -38,7 +38,7 @@ from leanrl.support.cli import RunArgs, run_script
 from leanrl.support.devices import available_cores, keep_freed_memory, resolve_device, set_cpu_numerics
 from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
-from leanrl.support.evaluation import record_video, require_video
+from leanrl.support.evaluation import require_video
 from leanrl.support.executables import CUDAGRAPH_WARMUP, WARMUP_CALLS, CompiledStep, untouched
 from leanrl.support.optim import FlatAdam, clip_grad_norm
 from leanrl.support.run import Run, seed_everything
@@ -552,11 +552,7 @@ def main(args: Args, make_executables: Callable = make_executables, script_file:
             if run.checkpoint_due():
                 run.checkpoint(state_dict())
 
-        run.finish(state_dict())
-        if args.save_model or args.capture_video:
-            run.save_model({"agent": agent.state_dict()})
-            if args.capture_video:
-                record_video(run.dir)
+        run.finish(state_dict(), model={"agent": agent.state_dict()})
     for pool in pools:
         pool.close()
 

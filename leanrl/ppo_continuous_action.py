@@ -26,7 +26,7 @@ from leanrl.support.cli import RunArgs, run_script
 from leanrl.support.devices import resolve_device, update_threads
 from leanrl.support.envs import make_envs, require_continuous_actions
 from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
-from leanrl.support.evaluation import record_video, require_video
+from leanrl.support.evaluation import require_video
 from leanrl.support.run import Run, seed_everything
 
 
@@ -386,12 +386,7 @@ def main(args: Args) -> None:
             if run.checkpoint_due():
                 run.checkpoint(state_dict())
 
-        run.finish(state_dict())
-        if args.save_model or args.capture_video:
-            model = {"agent": agent.state_dict(), "obs_rms": rms_state(obs_normalizer.obs_rms)}
-            run.save_model(model)
-            if args.capture_video:
-                record_video(run.dir)
+        run.finish(state_dict(), model={"agent": agent.state_dict(), "obs_rms": rms_state(obs_normalizer.obs_rms)})
     envs.close()
 
 

@@ -33,7 +33,7 @@ from leanrl.support.devices import resolve_device, update_threads
 from leanrl.support.envs import EnvBackend, make_envs, require_continuous_actions
 from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
-from leanrl.support.evaluation import record_video, require_video
+from leanrl.support.evaluation import require_video
 from leanrl.support.executables import CUDAGRAPH_WARMUP, WARMUP_CALLS, CompiledStep, untouched
 from leanrl.support.inductor import mlp_as_sums
 from leanrl.support.normalization import RewardNormalizer, RunningMoments
@@ -511,11 +511,7 @@ def main(args: Args) -> None:
             if run.checkpoint_due():
                 run.checkpoint(state_dict())
 
-        run.finish(state_dict())
-        if args.save_model or args.capture_video:
-            run.save_model({"agent": agent.state_dict(), "obs_rms": obs_moments.state_dict()})
-            if args.capture_video:
-                record_video(run.dir)
+        run.finish(state_dict(), model={"agent": agent.state_dict(), "obs_rms": obs_moments.state_dict()})
     envs.close()
 
 

@@ -1,8 +1,8 @@
 """Soft Actor-Critic (SAC) for continuous actions: the readable eager reference.
 
 Paper: https://arxiv.org/abs/1812.05905. Algorithm, names, hyperparameters and structure follow CleanRL's
-https://docs.cleanrl.dev/rl-algorithms/sac/#sac_continuous_actionpy; what differs: episodes that run out of time are
-bootstrapped from their true last observation, and steps that only reset an environment are not stored.
+https://docs.cleanrl.dev/rl-algorithms/sac/#sac_continuous_actionpy; what differs: steps that only
+reset an environment are not stored.
 Its fast sibling, which computes the same numbers, is sac_continuous_action_torchcompile.py.
 
     python leanrl/sac_continuous_action.py --env-id HalfCheetah-v5
@@ -29,7 +29,7 @@ from leanrl.support.devices import available_cores, resolve_device, set_cpu_nume
 from leanrl.support.envs import make_envs, require_continuous_actions, start_envs
 from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import require_at_least, require_positive
-from leanrl.support.evaluation import record_video, require_video
+from leanrl.support.evaluation import require_video
 from leanrl.support.off_policy import OffPolicyState, require_off_policy
 from leanrl.support.replay import Batch, Replay
 from leanrl.support.run import Run, seed_everything
@@ -249,7 +249,7 @@ def make_update(
                 actor_optimizer.zero_grad()
                 pi_loss.backward()
                 actor_optimizer.step()
-                losses[4:6] = torch.stack([pi_loss.detach(), log_alpha.detach().exp()[0]])
+                losses[4] = pi_loss.detach()
 
                 if args.autotune:
                     with torch.no_grad(), autocast():
@@ -259,6 +259,7 @@ def make_update(
                     a_loss.backward()
                     a_optimizer.step()
                     losses[6] = a_loss.detach()
+                losses[5] = log_alpha.detach().exp()[0]
 
         if with_targets:
             with torch.no_grad():
@@ -362,25 +363,21 @@ def main(args: Args) -> None:
             obs, resets = next_obs, dones
 
             due = schedule.due(run.global_step)
-            if schedule.begins(run.global_step):
-                run.start_clock()
             for _ in range(due):
                 run.optimizer_steps += 1
                 update(
                     with_actor=run.optimizer_steps % args.policy_frequency == 0,
                     with_targets=run.optimizer_steps % args.target_network_frequency == 0,
                 )
+            if schedule.begins(run.global_step):  # a GPU's libraries are set up with the first update
+                run.start_clock()
 
             if run.log_due():
                 run.log({f"losses/{n}": x for n, x in zip(LOSS_NAMES, losses.tolist(), strict=True)})
             if run.checkpoint_due():
                 run.checkpoint(state.state_dict())
 
-        run.finish(state.state_dict())
-        if args.save_model or args.capture_video:
-            run.save_model({"actor": actor.state_dict()})
-            if args.capture_video:
-                record_video(run.dir)
+        run.finish(state.state_dict(), model={"actor": actor.state_dict()})
     envs.close()
 
 

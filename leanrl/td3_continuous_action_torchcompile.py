@@ -35,7 +35,7 @@ from leanrl.support.devices import available_cores, resolve_device, set_cpu_nume
 from leanrl.support.envs import EnvBackend, make_envs, require_continuous_actions, start_envs
 from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import require_at_least, require_positive
-from leanrl.support.evaluation import record_video, require_video
+from leanrl.support.evaluation import require_video
 from leanrl.support.executables import CUDAGRAPH_WARMUP, WARMUP_CALLS, CompiledStep, untouched
 from leanrl.support.off_policy import OffPolicyState, require_off_policy
 from leanrl.support.optim import FlatAdam
@@ -419,11 +419,7 @@ def main(args: Args, make_executables: Callable = make_executables, script_file:
             if run.checkpoint_due():
                 run.checkpoint(state.state_dict())
 
-        run.finish(state.state_dict())
-        if args.save_model or args.capture_video:
-            run.save_model({"actor": actor.state_dict()})
-            if args.capture_video:
-                record_video(run.dir)
+        run.finish(state.state_dict(), model={"actor": actor.state_dict()})
     envs.close()
 
 

@@ -246,6 +246,16 @@ def test_a_restart_with_other_flags_is_refused(script, run_dir, monkeypatch, cap
 
 
 @pytest.mark.parametrize("script", KINDS, indirect=True)
+def test_resuming_to_an_earlier_end_is_refused(script, run_dir, capsys):
+    """It would train nothing, and the run would look finished."""
+    before = (run_dir / "args.json").read_text()
+    assert run(script, "--resume", run_dir, "--total-timesteps", 512) == 2
+    reason = f"the run is at step {summary(run_dir)['global_step']} already; name the step at which it is to end"
+    assert capsys.readouterr().err == f"{script}.py: --total-timesteps 512: {reason}\n"
+    assert (run_dir / "args.json").read_text() == before
+
+
+@pytest.mark.parametrize("script", KINDS, indirect=True)
 def test_a_moved_run_resumes(script, run_dir):
     moved = run_dir.rename(run_dir.parent / "moved")
     assert run(script, "--resume", moved, "--total-timesteps", 2048) == 0

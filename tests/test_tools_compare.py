@@ -103,6 +103,7 @@ def test_modes_of_this_machine(known_scripts, monkeypatch, capsys):
         contenders_of([f"{FAST}:compile"], "scripts", CPU, [], [])
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     graphed, both = ("--no-compile", "--cudagraphs", "--fast"), ("--compile", "--cudagraphs", "--fast")
     assert flags_of(CUDA) == [eager, compiled, graphed, both, ("--slow",)]

@@ -60,6 +60,7 @@ def test_bad_input_is_one_line(flags, reason, tmp_path, monkeypatch, capsys):
 
 def test_every_plan_names_scripts_and_modes_that_there_are(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     device = torch.device("cuda", 0)
     for name, plan in PLANS.items():
@@ -200,7 +201,12 @@ KEYS = ("warmup_seconds", "episodic_return", "global_step")
 
 def test_the_whole_course(tmp_path, monkeypatch, capsys):
     """From the checks to the pictures, with all that needs a GPU or time replaced."""
-    for name, value in {"is_available": True, "device_count": 1, "get_device_name": "some GPU"}.items():
+    for name, value in {
+        "is_available": True,
+        "device_count": 1,
+        "get_device_name": "some GPU",
+        "set_device": None,
+    }.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
 

@@ -4,6 +4,7 @@ import ctypes
 import os
 import platform
 import shutil
+import sys
 from pathlib import Path
 
 import torch
@@ -35,6 +36,7 @@ def resolve_device(args) -> torch.device:
         if (device.index or 0) >= torch.cuda.device_count():
             raise bad("device", name, f"this machine has {torch.cuda.device_count()} CUDA device(s)")
         device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)  # graphs and pinned memory would go to the first one
     if getattr(args, "cudagraphs", False) and device.type != "cuda":
         raise UsageError(f"--cudagraphs needs a CUDA device; this run is on {device}")
     if getattr(args, "compile", False) and device.type == "cpu" and not has_cpp_compiler():
@@ -43,8 +45,8 @@ def resolve_device(args) -> torch.device:
 
 
 def has_cpp_compiler() -> bool:
-    """Whether a C++ compiler, which TorchInductor needs on a CPU, is on the PATH or in CXX."""
-    return any(shutil.which(name) for name in (os.environ.get("CXX") or "g++", "clang++"))
+    """Whether the C++ compiler is there that TorchInductor would call on a CPU: CXX, or the system's usual one."""
+    return shutil.which(os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")) is not None
 
 
 def update_threads(requested: int | None, minibatch_size: int) -> int:

@@ -242,6 +242,8 @@ def require_continuous_actions(envs: VectorEnv, env_id: str) -> None:
     action = envs.single_action_space
     if not isinstance(action, gym.spaces.Box):
         raise bad("env_id", env_id, f"has {type(action).__name__} actions; this script needs continuous (Box) ones")
+    if len(action.shape) != 1:
+        raise bad("env_id", env_id, f"has actions of shape {action.shape}; this script needs vectors")
     if not np.isfinite(action.low).all() or not np.isfinite(action.high).all():
         raise bad("env_id", env_id, "has unbounded actions; this script needs finite bounds")
     require_vector_observations(envs, env_id)

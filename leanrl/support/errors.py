@@ -28,7 +28,7 @@ def require_at_least(args, minimum: float, *names: str) -> None:
     for name in names:
         value = getattr(args, name)
         if value is not None and not minimum <= value < math.inf:
-            raise bad(name, value, f"must be at least {minimum}")
+            raise bad(name, value, f"must be at least {minimum}" + ", and finite" * (value == math.inf))
 
 
 def require_positive(args, *names: str) -> None:
@@ -36,7 +36,7 @@ def require_positive(args, *names: str) -> None:
     for name in names:
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
-            raise bad(name, value, "must be above 0")
+            raise bad(name, value, "must be above 0" + ", and finite" * (value == math.inf))
 
 
 def require_unit_interval(args, *names: str) -> None:

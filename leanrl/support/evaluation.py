@@ -167,9 +167,7 @@ def _play_episode(
 def record_video(run_dir: Path) -> Path:
     """Plays one episode of the saved model into ``RUN_DIR/videos/episode.mp4`` and returns its path."""
     path = Path(run_dir) / "videos" / "episode.mp4"
-    print("filming one episode", flush=True)
     play(run_dir, episodes=1, video=path)
-    print(f"video: {path}")
     return path
 
 

@@ -10,8 +10,11 @@ CUDAGRAPH_WARMUP = 3
 # Calls that take a function through compilation, capture and one replay.
 WARMUP_CALLS = CUDAGRAPH_WARMUP + 2
 
-# Samples from PyTorch's own generator, so that a compiled run draws what an eager one draws.
+# Samples from PyTorch's own generator, so that a compiled run draws what an eager one draws; and in the same order,
+# which PyTorch before 2.13 may change where it looks for the least memory.
 SAME_SAMPLES = {"fallback_random": True}
+if torch.__version__ < (2, 13):
+    SAME_SAMPLES |= {"reorder_for_peak_memory": False, "reorder_for_locality": False}
 CPU_OPTIONS = {
     **SAME_SAMPLES,
     # Leaves out probe builds that ask whether the compiler knows AVX-512. Any that builds PyTorch's C++20 headers does.

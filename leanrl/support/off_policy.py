@@ -43,7 +43,7 @@ class OffPolicyState:
         self._parts = parts
 
     def state_dict(self) -> dict:
-        """A copy of everything; the replay is None with ``--no-checkpoint-replay``."""
+        """Everything, to be saved before training goes on; the replay is None with ``--no-checkpoint-replay``."""
         parts = {
             name: part.detach().clone() if isinstance(part, torch.Tensor) else part.state_dict()
             for name, part in self._parts.items()
@@ -64,8 +64,8 @@ class OffPolicyState:
                     part.detach().copy_(saved[name])
                 else:
                     part.load_state_dict(saved[name])
-            if saved["replay"] is not None:
-                self._replay.load_state_dict(saved["replay"])
+            if (replay := saved.pop("replay")) is not None:  # a second replay would be kept to the run's end
+                self._replay.load_state_dict(replay)
             else:
                 # num_envs: the first steps may only reset their environments, and there must be something to sample.
                 learning_starts = run.global_step + max(args.learning_starts, args.batch_size, args.num_envs)

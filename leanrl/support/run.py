@@ -22,6 +22,7 @@ from leanrl.support.checkpoints import load_last_checkpoint, save_atomically, sa
 from leanrl.support.cli import read_args_json, run_directory
 from leanrl.support.devices import available_cores, cpu_name
 from leanrl.support.errors import bad
+from leanrl.support.evaluation import record_video
 from leanrl.support.signals import StopRequest
 from leanrl.support.tracking import Tracker
 
@@ -73,6 +74,7 @@ def machine_facts(device: torch.device) -> dict:
         "cpu_cores": available_cores(),
         "torch_threads": torch.get_num_threads(),
         "mkldnn_matmul_fp32_precision": torch.backends.mkldnn.matmul.fp32_precision,
+        "cudnn_conv_fp32_precision": torch.backends.cudnn.conv.fp32_precision,
     }
 
 
@@ -150,6 +152,9 @@ class Run:
         if args.resume is not None:
             self.dir = Path(args.resume)
             self.resumed = self._load()
+            if self.global_step > total_steps:
+                there = f"the run is at step {self.global_step} already"
+                raise bad("total_timesteps", args.total_timesteps, f"{there}; name the step at which it is to end")
         else:
             self.resumed = None
             if args.run_name is None:
@@ -194,14 +199,18 @@ class Run:
             # A later resume goes on to the same end. Everything else stays as the run was started.
             facts = read_args_json(self.dir)
             facts["args"]["total_timesteps"] = self.args.total_timesteps
-        write_json_atomically(self.dir / "args.json", facts)
+        try:
+            write_json_atomically(self.dir / "args.json", facts)
+        except OSError as error:
+            name = "runs_dir" if self.args.resume is None else "resume"
+            raise bad(name, self.dir, f"cannot be written ({error.strerror})") from None
         resumed_at = self.global_step if self.args.resume is not None else None
         self._tracker = Tracker(self.dir, arguments, self.args, resumed_at)
         self._stop.__enter__()
         if sys.stderr.isatty():
             from tqdm import tqdm
 
-            # Without tqdm's own rate, which would count the warm-up.
+            # Without tqdm's own rate, which counts the warm-up (as its time left does, less and less).
             bar_format = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
             counts = {"total": self.total_steps, "initial": self.global_step, "unit_scale": True}
             self._progress = tqdm(desc=self.script, bar_format=bar_format, **counts)
@@ -338,8 +347,13 @@ class Run:
         except FileNotFoundError:
             return {}
 
-    def finish(self, state: dict) -> dict:
-        """Writes the last checkpoint and ``summary.json``; returns the summary."""
+    def finish(self, state: dict, model: dict | None = None) -> dict:
+        """Writes the last checkpoint and ``summary.json``, and what the flags ask for; returns the summary.
+
+        Args:
+            state: of the script, as for ``checkpoint``.
+            model: what the script's ``load_policy`` needs, for ``--save-model`` and ``--capture-video``.
+        """
         sps = self.sps()
         if self.global_step == self._clock_start[1]:
             # A finished run was resumed, nothing was left to do: its speed is what it was.
@@ -363,4 +377,10 @@ class Run:
             "interrupted": self.stop_requested and self.global_step < self.total_steps,
         }
         write_json_atomically(self.dir / "summary.json", summary)
+        if model is not None and (self.args.save_model or self.args.capture_video):
+            self.save_model(model)
+        if model is not None and self.args.capture_video and not self.stop_requested:
+            self._stop.__exit__()  # all is saved: a signal may end the filming
+            say("filming one episode")
+            say(f"video: {record_video(self.dir)}")
         return summary

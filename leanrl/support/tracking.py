@@ -51,7 +51,7 @@ class Tracker:
         if resumed_at is None:
             table = "\n".join(f"|{key}|{value}|" for key, value in config.items())
             self._tensorboard.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}")
-        self._wandb = _start_wandb(run_dir, config, args) if args.track else None
+        self._wandb = _start_wandb(run_dir, config, args, resumed_at is not None) if args.track else None
 
     def log(self, global_step: int, metrics: dict[str, float]) -> None:
         """Writes one log point; a NaN or infinity becomes null in ``metrics.jsonl``, which stays valid JSON."""
@@ -69,7 +69,7 @@ class Tracker:
             self._wandb.finish()
 
 
-def _start_wandb(run_dir: Path, config: dict, args):
+def _start_wandb(run_dir: Path, config: dict, args, resumed: bool):
     import wandb
 
     # Without a key wandb.init would ask for one on the terminal; an offline run is synchronised later by `wandb sync`.
@@ -80,7 +80,7 @@ def _start_wandb(run_dir: Path, config: dict, args):
         entity=args.wandb_entity,
         name=run_dir.name,
         id=run_dir.name.replace("/", "_"),
-        resume="allow" if mode == "online" else None,
+        resume="allow" if mode == "online" and resumed else None,
         dir=str(run_dir),
         config=config,
         mode=mode,

@@ -13,7 +13,6 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -30,7 +29,7 @@ from leanrl.tools.ablate_ppo_atari import ATARI
 from leanrl.tools.ablate_sac import SAC
 from leanrl.tools.ablate_td3 import REPLAY, TD3
 from leanrl.tools.ablation import CPU, measure
-from leanrl.tools.common import benchmark_record, describe_machine, fresh_folder, markdown_table, run_tool
+from leanrl.tools.common import benchmark_record, describe_machine, markdown_table, results_folder, run_tool
 from leanrl.tools.trials import require_distinct
 
 GROUPS = {
@@ -100,7 +99,7 @@ def main(args: Args) -> int:
     resolve_device(SimpleNamespace(device="cpu", compile=True))
     # As the scripts that need it do, before PyTorch starts the threads that take it over.
     torch.set_flush_denormal(True)
-    out = Path(args.out) if args.out else fresh_folder(args.runs_dir, "ablate")
+    out = results_folder(args, "ablate")
 
     lines, failures = [], {}
     with tqdm(rows.items(), unit="row", disable=None) as progress:

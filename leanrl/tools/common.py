@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 import tyro
 
-from leanrl.support.errors import UsageError
+from leanrl.support.errors import UsageError, bad
 from leanrl.support.run import machine_facts, write_json_atomically
 
 Args = TypeVar("Args")
@@ -50,6 +50,16 @@ def run_tool(main: Callable[[Args], int | None], args_type: type[Args]) -> None:
 def fresh_folder(runs_dir: str, tool: str) -> Path:
     """A new folder's name for one call of a tool: ``RUNS_DIR/TOOL/TIME``."""
     return Path(runs_dir) / tool / time.strftime("%Y%m%d-%H%M%S")
+
+
+def results_folder(args, tool: str) -> Path:
+    """``--out``, or a fresh folder; made before anything is measured, which would be lost if it could not be."""
+    out = Path(args.out) if args.out else fresh_folder(args.runs_dir, tool)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise bad("out" if args.out else "runs_dir", out, f"cannot be made ({error.strerror})") from None
+    return out
 
 
 def benchmark_record(tool: str, device: torch.device, packages: Sequence[str] = ()) -> dict:

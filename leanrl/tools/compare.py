@@ -12,7 +12,6 @@ measure: environment steps per second of wall clock after warm-up. Flags after -
 import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
@@ -25,10 +24,10 @@ from leanrl.tools.common import (
     describe_machine,
     draw_bars,
     failure_note,
-    fresh_folder,
     markdown_table,
     mean_std,
     plural,
+    results_folder,
     run_tool,
     write_results,
 )
@@ -39,6 +38,7 @@ from leanrl.tools.trials import (
     measured,
     peak_memories,
     require_distinct,
+    require_valid,
     run_trials,
     sps_ratios,
     target_device,
@@ -81,7 +81,9 @@ def main(args: Args) -> int:
         ],
         amp=args.amp,
     )
-    out = Path(args.out) if args.out else fresh_folder(args.runs_dir, "compare")
+    for contender in contenders:
+        require_valid(contender)
+    out = results_folder(args, "compare")
 
     trials = run_trials(contenders, args.seeds, out / "runs")
 

@@ -279,3 +279,5 @@ def main(path: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    sys.stdout.flush()
+    os._exit(0)  # Python's own end could abort over a process group's threads, after all is told

@@ -48,7 +48,7 @@ TASKS: dict[Learning, Task] = {
     "pong": Task("ppo_atari_envpool_onegraph", "Pong-v5", 10_000_000, target=18.0),
     "breakout": Task("ppo_atari_envpool_onegraph", "Breakout-v5", 10_000_000, stop_at=4_000_000),
 }
-LEARNING_FLAGS = ("--compile", "--cudagraphs", "--num-threads=1", "--checkpoint-every=None", "--save-model")
+LEARNING_FLAGS = ("--compile", "--cudagraphs", "--num-threads=1", "--checkpoint-every=250000", "--save-model")
 
 # How often a run's log points are read.
 LOOK_SECONDS = 2.0

@@ -16,6 +16,7 @@ import json
 import math
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -28,7 +29,7 @@ import torch
 import tyro
 
 from leanrl.support.devices import available_cores, resolve_device
-from leanrl.support.errors import UsageError
+from leanrl.support.errors import UsageError, require_at_least
 from leanrl.support.executables import CPU_OPTIONS
 from leanrl.support.run import Run, synchronize
 from leanrl.tools.common import (
@@ -36,8 +37,8 @@ from leanrl.tools.common import (
     benchmark_record,
     clean,
     describe_machine,
-    fresh_folder,
     markdown_table,
+    results_folder,
     run_tool,
     write_results,
 )
@@ -79,10 +80,14 @@ class Args:
 
 
 def main(args: Args) -> int:
+    require_at_least(args, 10, "steps")
+    require_at_least(args, 0, "learning_starts")
     check_script_args(args.script_args, reserved=("--learning-starts", "--log-every"))
     device = target_device(args.script_args)
     contenders_of(args.scripts, "scripts", device, fast_flags=(), reference_flags=())  # refuses what cannot run
-    out = Path(args.out) if args.out else fresh_folder(args.runs_dir, "parts")
+    for entry in args.scripts:
+        command(entry, args)
+    out = results_folder(args, "parts")
     rows = [measure(entry, args) for entry in args.scripts]
     record = {**benchmark_record("parts", device), "rows": rows}
     text = f"{describe_machine(record['machine'])}\n\n{render_table(rows)}"
@@ -94,8 +99,8 @@ def measure(entry: str, args: Args) -> dict:
     """One row: microseconds of an environment step by part, its speed without the profiler, and the floor."""
     script, flags, mode = command(entry, args)
     row = take_apart(entry, args)
-    plain = in_process(script, [*flags, *mode], "speed")
-    counted = in_process(script, flags, "flops")
+    plain = in_process(observe_run, script, [*flags, *mode], "speed")
+    counted = in_process(observe_run, script, flags, "flops")
     print(f"{row['who']}: {1e6 / plain['sps']:,.0f} us a step", flush=True)
     return {
         **row,
@@ -109,7 +114,7 @@ def measure(entry: str, args: Args) -> dict:
 def take_apart(entry: str, args: Args) -> dict:
     """Only the parts of such a row: a third of the time that ``measure`` takes."""
     script, flags, mode = command(entry, args)
-    profiled = in_process(script, [*flags, *mode], "parts")
+    profiled = in_process(observe_run, script, [*flags, *mode], "parts")
     return {
         "who": " ".join([script, *mode, *args.script_args]),
         "profiled_step_us": 1e6 / profiled["sps"],
@@ -135,22 +140,32 @@ def command(entry: str, args: Args) -> tuple[str, list[str], list[str]]:
 # ---------------------------------------------------------------------------------------------------- IN A PROCESS
 
 
-def in_process(script: str, flags: Sequence[str], what: str) -> dict:
-    """What ``observe_run`` finds, in a fresh process: compiled code and threads must not carry over."""
+def in_process(fn: Callable, *args) -> dict:
+    """What ``fn(*args)`` returns, in a fresh process: compiled code and threads must not carry over."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        process = multiprocessing.get_context("spawn").Process(
-            target=observe_run, args=(script, list(flags), what, folder, result)
-        )
+        process = multiprocessing.get_context("spawn").Process(target=write_result, args=(result, fn, *args))
         process.start()
-        process.join()
+        try:
+            process.join()
+        finally:
+            process.kill()
         if process.exitcode:
             raise SystemExit(process.exitcode)
         return json.loads(result.read_text())
 
 
-def observe_run(script: str, flags: list[str], what: str, folder: str, result: Path) -> None:
-    """Runs ``script`` and watches it from the last start of its clock to its end; writes what it found as JSON."""
+def write_result(path: Path, fn: Callable, *args) -> None:
+    """Writes what ``fn(*args)`` returns as JSON; bad input is one line and exit code 2."""
+    try:
+        path.write_text(json.dumps(fn(*args)))
+    except UsageError as error:
+        print(f"{Path(sys.argv[0]).stem}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def observe_run(script: str, flags: list[str], what: str) -> dict:
+    """Runs ``script`` and watches it from the last start of its clock to its end; returns what it found."""
     module = importlib.import_module(f"leanrl.{script}")
     found, watch = {}, ExitStack()
 
@@ -162,12 +177,12 @@ def observe_run(script: str, flags: list[str], what: str, folder: str, result: P
             found["watched"] = watch.enter_context(watchers[what]())
             super().start_clock()
 
-        def finish(self, state: dict) -> dict:
+        def finish(self, *args, **kwargs) -> dict:
             found["steps"] = self.global_step - self._clock_start[1]
             found["seconds"] = time.perf_counter() - self._clock_start[0]
             found["sps"] = self.sps()
             watch.close()
-            return super().finish(state)
+            return super().finish(*args, **kwargs)
 
     watchers = {"speed": ExitStack, "parts": profiler, "flops": flop_counter}
     home = getattr(module, "sibling", module)  # a one-graph rung's loop is its sibling's
@@ -175,8 +190,8 @@ def observe_run(script: str, flags: list[str], what: str, folder: str, result: P
     home.make_envs = recorded(home.make_envs)
     if what == "parts":
         CPU_OPTIONS["cpp.enable_kernel_profile"] = True
-    args = tyro.cli(module.Args, args=[*flags, "--runs-dir", folder, "--run-name", "run"])
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        args = tyro.cli(module.Args, args=[*flags, "--runs-dir", folder, "--run-name", "run"])
         module.main(args)
     content = {"sps": found["sps"]}
     if what == "parts":
@@ -184,7 +199,7 @@ def observe_run(script: str, flags: list[str], what: str, folder: str, result: P
     if what == "flops":
         content["mflop"] = found["watched"].get_total_flops() / 1e6 / found["steps"]
         content["product_gflops"] = product_gflops(torch.bfloat16 if args.amp == "bf16" else torch.float32, args.device)
-    result.write_text(json.dumps(content))
+    return content
 
 
 def recorded(make_envs: Callable) -> Callable:

@@ -10,8 +10,6 @@ while something else is computed (--num-env-groups) costs only what is waited fo
 """
 
 import importlib
-import json
-import multiprocessing
 import os
 import tempfile
 import time
@@ -19,7 +17,6 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -36,12 +33,12 @@ from leanrl.tools.common import (
     benchmark_record,
     clean,
     describe_machine,
-    fresh_folder,
     markdown_table,
+    results_folder,
     run_tool,
     write_results,
 )
-from leanrl.tools.parts import flop_counter, product_gflops
+from leanrl.tools.parts import flop_counter, in_process, product_gflops
 from leanrl.tools.trials import LEVERS, check_script_args, contenders_of, parse_entry, require_distinct, target_device
 
 PARTS = ("emulation", "inference", "update")
@@ -86,7 +83,7 @@ def main(args: Args) -> int:
         if "atari" not in parse_entry(entry, "scripts")[0]:
             raise UsageError(f"--scripts {entry}: is no Atari script; see leanrl.tools.parts for others")
     make_atari_envs(args.env_id, 1, 0).close()  # refuses what is no game
-    out = Path(args.out) if args.out else fresh_folder(args.runs_dir, "parts_atari")
+    out = results_folder(args, "parts_atari")
     rows = []
     for num_envs in args.num_envs:
         alone = in_process(envpool_alone, args.env_id, num_envs)["sps"]
@@ -113,23 +110,6 @@ def measure(
 
 
 # ---------------------------------------------------------------------------------------------------- IN A PROCESS
-
-
-def in_process(fn: Callable, *args) -> dict:
-    """What ``fn(*args)`` returns, in a fresh process: compiled code and threads must not carry over."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        process = multiprocessing.get_context("spawn").Process(target=write_result, args=(result, fn, *args))
-        process.start()
-        process.join()
-        if process.exitcode:
-            raise SystemExit(process.exitcode)
-        return json.loads(result.read_text())
-
-
-def write_result(path: Path, fn: Callable, *args) -> None:
-    """Writes what ``fn(*args)`` returns as JSON."""
-    path.write_text(json.dumps(fn(*args)))
 
 
 def envpool_alone(env_id: str, num_envs: int, protocol: str = "cleanrl", num_threads: int = 0) -> dict:
@@ -177,11 +157,11 @@ def observe_run(script: str, flags: list[str], iterations: int) -> dict:
             super().start_clock()
             seconds.update(dict.fromkeys(PARTS, 0.0))
 
-        def finish(self, state: dict) -> dict:
+        def finish(self, *args, **kwargs) -> dict:
             found["sps"] = self.sps()
             found["parts_us"] = {part: 1e6 * s / self.global_step for part, s in seconds.items()}
             found["parts_us"][REST] = 1e6 / found["sps"] - sum(found["parts_us"].values())
-            return super().finish(state)
+            return super().finish(*args, **kwargs)
 
     home = getattr(module, "sibling", module)  # a one-graph rung's loop is its sibling's
     home.Run = WatchedRun

@@ -20,7 +20,6 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
@@ -32,8 +31,8 @@ from leanrl.tools.common import (
     describe_machine,
     draw_bars,
     failure_note,
-    fresh_folder,
     markdown_table,
+    results_folder,
     run_tool,
     write_results,
 )
@@ -46,6 +45,7 @@ from leanrl.tools.trials import (
     measured,
     peak_memories,
     require_distinct,
+    require_valid,
     run_trials,
     sps_ratios,
     target_device,
@@ -102,8 +102,10 @@ def main(args: Args) -> int:
         reference_flags=flags,
         amp=args.amp,
     )
+    for contender in ours:
+        require_valid(contender)
     theirs = {peer: peer_contenders(peer, args.algorithm, args.peer_threads, flags) for peer in args.peers}
-    out = Path(args.out) if args.out else fresh_folder(args.runs_dir, "peers")
+    out = results_folder(args, "peers")
 
     trials = run_trials([*itertools.chain(*theirs.values()), *ours], args.seeds, out / "runs")
 

@@ -37,7 +37,7 @@ from leanrl.sebulba.rollout import Rollout
 from leanrl.support.devices import available_cores, keep_freed_memory, set_cpu_numerics
 from leanrl.support.errors import UsageError, bad, require_at_least, require_positive
 from leanrl.support.run import synchronize, write_json_atomically
-from leanrl.tools.common import benchmark_record, describe_machine, fresh_folder, markdown_table, run_tool
+from leanrl.tools.common import benchmark_record, describe_machine, markdown_table, results_folder, run_tool
 from leanrl.tools.trials import SCRIPTS, read_json, run_groups
 
 # Up to 128 devices.
@@ -369,6 +369,7 @@ def main(args: Args) -> int:
     if not layouts:
         raise bad("layouts", args.layouts, "none of them fits the script's flags")
 
+    out = results_folder(args, "plan_layout")
     print("measuring the parts", flush=True)
     cores = available_cores()
     parts = measure(args, module, script_args, device)
@@ -376,12 +377,10 @@ def main(args: Args) -> int:
     for text in layouts:
         machines = 1 if text in args.check else parse_layout(text)[-1]
         predictions.append(predict(text, parts, script_args, cores, machines, args.link_gbytes))
-    out = Path(args.out) if args.out else fresh_folder(args.runs_dir, "plan_layout")
     measured = {}
     for text in args.check:
         print(f"running {text}", flush=True)
         measured[text] = run_layout(text, args, script_args, out / "runs")
-    out.mkdir(parents=True, exist_ok=True)
     record = {**benchmark_record("plan_layout", device), "parts": asdict(parts), "measured": measured}
     record["predictions"] = [prediction._asdict() for prediction in predictions]
     write_json_atomically(out / "plan_layout.json", record)

@@ -23,7 +23,7 @@ from leanrl.sebulba.layout import parse_layout
 from leanrl.support.checkpoints import load_last_checkpoint
 from leanrl.support.errors import bad, require_at_least
 from leanrl.support.run import write_json_atomically
-from leanrl.tools.common import benchmark_record, describe_machine, fresh_folder, markdown_table, run_tool
+from leanrl.tools.common import benchmark_record, describe_machine, markdown_table, results_folder, run_tool
 from leanrl.tools.trials import SCRIPTS, require_distinct, run_groups
 
 LAYOUTS = ("a0-l0-d1", "a0-l0,1-d1", "a0-l1-d1", "a0-l1,2-d1", "a0-l0-d2")
@@ -173,13 +173,15 @@ def main(args: Args) -> int:
     """0 if every layout computes the same, 1 if one does not."""
     require_distinct(args, "scripts", "layouts", "lags")
     require_at_least(args, 1, "num_envs", "num_shards", "num_steps", "updates")
+    if min(args.lags) < 0:
+        raise bad("lags", args.lags, "must be at least 0")
     known = sorted(path.stem for path in SCRIPTS.glob("cleanba_*.py"))
     for script in args.scripts:
         if script not in known:
             raise bad("scripts", script, f"is no distributed script; there are {', '.join(known)}")
     for layout in args.layouts:  # what is bad is told before anything runs
         command(Run(args.scripts[0], layout, 0, True, 1), args, Path())
-    out = Path(args.out) if args.out else fresh_folder(args.runs_dir, "reproduce")
+    out = results_folder(args, "reproduce")
     rows = []
     for script in args.scripts:
         for lag in args.lags:

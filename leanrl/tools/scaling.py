@@ -11,9 +11,6 @@ are passed to every script.
     python -m leanrl.tools.scaling --flag updates-per-step --values 0.0625 0.25 1 --variants "" "amp=bf16 num-envs=16"
 """
 
-import contextlib
-import importlib
-import io
 import itertools
 import math
 import shlex
@@ -21,21 +18,20 @@ import statistics
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import tyro
 
 from leanrl.support.envs import near_names
-from leanrl.support.errors import UsageError, bad
+from leanrl.support.errors import bad
 from leanrl.tools.common import (
     COLORS,
     benchmark_record,
     clean,
     failure_note,
-    fresh_folder,
     markdown_table,
+    results_folder,
     run_tool,
     write_results,
 )
@@ -48,7 +44,9 @@ from leanrl.tools.trials import (
     contenders_of,
     measured,
     require_distinct,
+    require_valid,
     run_trials,
+    script_module,
     target_device,
 )
 
@@ -105,7 +103,7 @@ def main(args: Args) -> int:
     }
     for point in points.values():
         require_valid(point)
-    out = Path(args.out) if args.out else fresh_folder(args.runs_dir, "scaling")
+    out = results_folder(args, "scaling")
 
     trials = run_trials(list(points.values()), args.seeds, out / "runs")
 
@@ -141,11 +139,6 @@ def bare(word: str) -> str:
     return word.split("=")[0].replace("_", "-").replace("--no-", "--")
 
 
-def script_module(contender: Contender):
-    """The training script that a contender runs, as a module."""
-    return importlib.import_module(f"leanrl.{Path(contender.command[1]).stem}")
-
-
 def require_flags(script: Contender, name: str, words: Sequence[str], reserved: Sequence[str] = ()) -> None:
     """UsageError unless ``words``, typed for this tool's field ``name``, set flags that the script has.
 
@@ -158,20 +151,6 @@ def require_flags(script: Contender, name: str, words: Sequence[str], reserved: 
             raise bad(name, word[2:], f"{bare(word)} is set by this tool itself or goes after --, see --help")
         if bare(word)[2:] not in known:
             raise bad(name, word[2:], f"{script.label} has no flag {bare(word)}{near_names(bare(word)[2:], known)}")
-
-
-def require_valid(contender: Contender) -> None:
-    """UsageError unless the script takes its flags: told before the first run, not when it is this one's turn."""
-    module, flags = script_module(contender), contender.command[2:]
-    try:
-        # tyro would draw a box.
-        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-            args = tyro.cli(module.Args, args=flags)
-    except SystemExit:
-        raise UsageError(
-            f"{Path(contender.command[1]).name} does not take {shlex.join(flags)}; see its --help"
-        ) from None
-    module.validate(args)
 
 
 # ------------------------------------------------------------------------------------------------------------ RESULTS

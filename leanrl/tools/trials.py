@@ -1,20 +1,24 @@
 """Running contenders (a training script in one mode, or a peer's library) in turn, and reading what they leave."""
 
+import importlib
+import io
 import json
 import os
 import random
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import tyro
 
 from leanrl.support.devices import resolve_device
 from leanrl.support.envs import near_names
@@ -228,6 +232,25 @@ def require_distinct(args, *names: str) -> None:
 # ------------------------------------------------------------------------------------------------------------ RUNNING
 
 
+def script_module(contender: Contender):
+    """The training script that a contender runs, as a module."""
+    return importlib.import_module(f"leanrl.{Path(contender.command[1]).stem}")
+
+
+def require_valid(contender: Contender) -> None:
+    """UsageError unless the script takes its flags: told before the first run, not when it is this one's turn."""
+    module, flags = script_module(contender), contender.command[2:]
+    try:
+        # tyro would draw a box.
+        with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
+            args = tyro.cli(module.Args, args=flags)
+    except SystemExit:
+        raise UsageError(
+            f"{Path(contender.command[1]).name} does not take {shlex.join(flags)}; see its --help"
+        ) from None
+    module.validate(args)
+
+
 def alternate(contenders: Sequence[Contender], seeds: Sequence[int]) -> list[tuple[Contender, int]]:
     """The order of the runs: A B C, then C B A, ... so that a machine that slows down favours none of them."""
     order = []
@@ -413,4 +436,4 @@ def sps_ratios(trials: Sequence[Trial], label: str, baseline: str) -> list[float
     Ratios within a seed, because runs of one seed lie close together in time and the machine's speed drifts.
     """
     sps, base = measured(trials, label, "sps"), measured(trials, baseline, "sps")
-    return [sps[seed] / base[seed] for seed in sps if seed in base]
+    return [sps[seed] / base[seed] for seed in sps if base.get(seed)]
