@@ -177,6 +177,8 @@ PARTS = plan_layout.Parts(
     rollout=plan_layout.Cost(1.0, 1.0),
     update=UPDATE,
     update_alone=UPDATE,
+    update_beside=UPDATE,
+    waiting=0.0,
     message=(0.0, 1e-6),
     reduction=(0.0, 1e-7),
     rollout_bytes=10_000,
@@ -209,6 +211,18 @@ def test_a_plan_knows_that_a_learner_alone_takes_more_threads():
     assert seconds == [3.0, 4.0, 4.0]
 
 
+def test_a_plan_knows_that_learners_disturb_each_other():
+    parts = replace(
+        PARTS, update_beside=((24, plan_layout.Cost(3.0, 3.0)), (48, plan_layout.Cost(6.0, 6.0))), waiting=0.5
+    )
+    one, apart, two = (predicted(name, parts=parts).seconds for name in ("a0-l0-d1", "a0-l1-d1", "a0-l0,1-d1"))
+    assert (one["update"], apart["update"], two["update"]) == (4.0, 4.0, 3.0)
+    assert (one["all-reduce"], apart["all-reduce"], two["all-reduce"]) == pytest.approx((0.0, 0.0, 0.7))
+    # Where every group has a machine of its own, learners only wait for each other.
+    far = predicted("a0-l1-d2", machines=2, parts=parts).seconds
+    assert far["update"] == 4.0 and far["all-reduce"] == pytest.approx(0.7)
+
+
 def test_a_plan_knows_the_cores_and_the_lag():
     assert predicted("a0-l0,1-d1", cores=2).seconds["update"] == pytest.approx(2.0)
     assert predicted("a0-l0,1-d1", cores=1).seconds["update"] == pytest.approx(4.0)
@@ -232,6 +246,8 @@ def test_the_parts_of_a_plan_are_measured(tmp_path, capsys):
     parts = record["parts"]
     assert parts["update_alone"] == parts["update"]  # minibatches of 32 rows take one thread
     assert all(parts[name] > 0 for name in ("inference", "emulation", "rollout_bytes", "params", "steps"))
+    assert [size for size, _ in parts["update_beside"]] == [4, 8] and parts["waiting"] >= 0
+    assert all(wall > 0 and cores > 0 for _, (wall, cores) in parts["update_beside"])
     assert "Fastest: a0-l0-d1" in out
 
 

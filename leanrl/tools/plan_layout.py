@@ -1,7 +1,8 @@
 """Predicts the speed of distributed layouts from their measured parts, names the bottleneck, and recommends one.
 
 Measured on this machine, with the script's own code: a rollout of one actor thread (inference and emulation), an update
-at two sizes, and messages and sums between two processes. Flags after -- are the script's.
+at two sizes, of one learner and of two at a time, and messages and sums between two processes. Flags after -- are the
+script's.
 
     python -m leanrl.tools.plan_layout --script cleanba_ppo -- --env-id Breakout-v5 --torso nature --device cpu
     python -m leanrl.tools.plan_layout --check a0-l0-d1 a0-l1-d1 -- --env-id CartPole-v1 --device cpu
@@ -11,6 +12,7 @@ like this one for each group, except those that --check runs: they are planned a
 links are not measured: --link-gbytes is taken for messages between GPUs and between machines.
 """
 
+import importlib
 import itertools
 import math
 import subprocess
@@ -18,16 +20,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import tyro
 
 from leanrl.sebulba.actor import ActorThread
-from leanrl.sebulba.algorithm import Shards
+from leanrl.sebulba.algorithm import Shards, Update
 from leanrl.sebulba.args import learner_threads, resolve_devices, validate_runtime
 from leanrl.sebulba.collectives import sum_in_order
 from leanrl.sebulba.environments import make_pool
@@ -92,6 +97,10 @@ class Parts:
     """(environments, cost) of an update, twice"""
     update_alone: tuple[tuple[int, Cost], tuple[int, Cost]]
     """likewise, on as many threads as a learner takes that is the only process"""
+    update_beside: tuple[tuple[int, Cost], tuple[int, Cost]]
+    """likewise, of one of two learners that learn at the same time here, without what their sums take"""
+    waiting: float
+    """seconds of an update that such a learner waits for the other, beside what the sums themselves take"""
     message: tuple[float, float]
     """latency in seconds, and seconds a byte, from process to process"""
     reduction: tuple[float, float]
@@ -102,9 +111,9 @@ class Parts:
     steps: int
     """optimiser steps of an update"""
 
-    def update_of(self, num_envs: int, alone: bool) -> Cost:
+    def update_of(self, num_envs: int, only_process: bool, only_learner: bool) -> Cost:
         """The cost of an update on so many environments: a straight line through the two that were measured."""
-        (n0, c0), (n1, c1) = self.update_alone if alone else self.update
+        (n0, c0), (n1, c1) = self.update_alone if only_process else self.update if only_learner else self.update_beside
         weight = (num_envs - n0) / (n1 - n0)
         # Far below both, the line through two noisy numbers may fall under 0.
         return Cost(*(max(a + weight * (b - a), 0.2 * a) for a, b in zip(c0, c1, strict=True)))
@@ -164,35 +173,96 @@ def measure(args: Args, module, script_args, device: torch.device) -> Parts:
         one_process = Layout((0,), (0,), 1, script_args.num_actor_threads, num_envs)
         threads_alone = learner_threads(script_args, one_process, is_image=space.dtype == np.uint8)
     updates = {}
-    for threads, size in itertools.product({num_threads, threads_alone}, (max(1, num_envs // 2), num_envs)):
+    sizes = max(1, num_envs // 2), num_envs
+    for threads, size in itertools.product({num_threads, threads_alone}, sizes):
         torch.set_num_threads(threads)
         shard = Rollout.allocate(script_args.num_steps, size, space.shape, piece.obs.dtype, device)
         for target, filled in zip(shard.columns(), piece.columns(), strict=True):
             target.copy_(filled[:, :size])
-        learner = module.make_agent(space, num_actions, script_args).to(device)
-        optimizer = module.make_optimizer(learner, script_args)
-        update = module.make_update(learner, optimizer, Shards([0], [shard], 1, sum_in_order), script_args, device)
-        update.warm_up()
+        update, params = make_update(module, script_args, num_actions, space, Shards([0], [shard], 1, sum_in_order))
         cost = timed(lambda update=update: update.run(1), args.repeats, device)
         updates[threads] = (*updates.get(threads, ()), (size, cost))
-    params = len(optimizer.params)
     num_bytes = len(piece.buffer)
     if device.type == "cuda":  # what two processes on a CPU do says nothing about GPUs
         message = reduction = (20e-6, 1 / (1e9 * args.link_gbytes))
+        beside, waiting = updates[num_threads], 0.0
     else:
         message, reduction = measure_links(num_bytes, 4 * params, args.repeats)
+        beside, sums = measure_beside(args.script, script_args, sizes, args.repeats)
+        waiting = max(0.0, sums - update.num_steps * (reduction[0] + reduction[1] * 4 * params))
     return Parts(
         inference=header.inference + header.device_to_host,
         emulation=header.env_step,
         rollout=rollout,
         update=updates[num_threads],
         update_alone=updates[threads_alone],
+        update_beside=beside,
+        waiting=waiting,
         message=message,
         reduction=reduction,
         rollout_bytes=num_bytes // num_envs,
         params=params,
         steps=update.num_steps,
     )
+
+
+def make_update(module, script_args, num_actions: int, space, shards: Shards) -> tuple[Update, int]:
+    """A new learner's update on ``shards``, warmed up, and how many parameters it has."""
+    device = shards.rollouts[0].buffer.device
+    learner = module.make_agent(space, num_actions, script_args).to(device)
+    optimizer = module.make_optimizer(learner, script_args)
+    update = module.make_update(learner, optimizer, shards, script_args, device)
+    update.warm_up()
+    return update, len(optimizer.params)
+
+
+def measure_beside(script: str, script_args, sizes: Sequence[int], repeats: int) -> tuple[tuple, float]:
+    """What updates cost where two learners take them at the same time here, as they do.
+
+    Returns:
+        (environments, cost without the sums) of each of ``sizes``; seconds of the last one's sums, waiting included.
+    """
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(2, get_context("spawn")) as pool:
+        words = f"{folder}/rendezvous", script, script_args, sizes, repeats
+        costs, _ = pool.map(learn_beside, (0, 1), *([word] * 2 for word in words))
+    return tuple((size, Cost(wall, cores)) for size, (wall, cores, _) in zip(sizes, costs, strict=True)), costs[-1][2]
+
+
+@torch.no_grad()
+def learn_beside(
+    rank: int, file: str, script: str, script_args, sizes: Sequence[int], repeats: int
+) -> list[tuple[float, float, float]]:
+    """One of two learners: (seconds without sums, core seconds, seconds of sums) of an update of each size."""
+    module = importlib.import_module(f"leanrl.{script}")
+    set_cpu_numerics(script_args.num_threads or 1)
+    keep_freed_memory()
+    pool = make_pool(script_args.env_id, range(1), script_args.seed, script_args.protocol)
+    space, num_actions = pool.single_observation_space, int(pool.single_action_space.n)
+    pool.close()
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    sums = 0.0
+
+    def sum_over(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
+        nonlocal sums
+        start, total = time.perf_counter(), sum_in_order(vectors)
+        dist.all_reduce(total)
+        sums += time.perf_counter() - start
+        return total
+
+    found = []
+    for size in sizes:
+        dtype = torch.from_numpy(space.sample()).dtype
+        shard = Rollout.allocate(script_args.num_steps, size, space.shape, dtype, torch.device("cpu"))
+        update, _ = make_update(module, script_args, num_actions, space, Shards([rank], [shard], 2, sum_over))
+        costs = []
+        for _ in range(repeats + 1):
+            dist.barrier()
+            sums, wall, cores = 0.0, time.perf_counter(), time.process_time()
+            update.run(1)
+            costs.append((time.perf_counter() - wall - sums, time.process_time() - cores, sums))
+        found.append(sorted(costs[1:])[repeats // 2])
+    dist.destroy_process_group()
+    return found
 
 
 LINKS = """
@@ -253,7 +323,11 @@ def predict(text: str, parts: Parts, script_args, cores: int, machines: int, lin
     layout = Layout(actors, learners, num_groups, threads, local)
     groups = math.ceil(num_groups / machines)
     num_threads, num_learners = groups * len(actors) * threads, groups * len(learners)
-    update = parts.update_of(layout.num_envs // layout.num_learners, alone=len(layout.parts) == 1)
+    update = parts.update_of(
+        layout.num_envs // layout.num_learners,
+        only_process=len(layout.parts) == 1,
+        only_learner=num_learners == 1 or script_args.device != "cpu",
+    )
     rollout = max(parts.rollout.wall, num_threads * parts.rollout.cores / cores)
     if script_args.device != "cpu":  # the threads of a device share it
         rollout = max(rollout, threads * parts.inference)
@@ -278,6 +352,7 @@ def predict(text: str, parts: Parts, script_args, cores: int, machines: int, lin
         n = layout.num_learners
         # Rings pass 2 (n - 1) / n of the vector through each link: the whole of it once where n = 2, as measured.
         reduction = parts.steps * (latency * math.log2(n) + per_byte * 4 * parts.params * 2 * (n - 1) / n)
+        reduction += parts.waiting
     seconds = {"rollout": rollout, "transfer": transfer, "update": updating, "all-reduce": reduction}
     work = (num_threads * parts.rollout.cores + num_learners * update.cores) / cores
     learning = transfer + updating + reduction
