@@ -1,12 +1,17 @@
 """A run whose part dies, fails or hangs ends at once, with that part's name; real processes and signals."""
 
 import os
+import re
 import signal
+import sys
 import time
 
+import psutil
 import pytest
 from scripts import summary
 from sebulba_runs import DISTRIBUTED, alive, end, finish, last_line, launch, ranks_of, tiny, wait_for_log
+
+from leanrl.sebulba.supervisor import Child, supervise
 
 LAYOUT = ["--actor-device-ids", 0, "--learner-device-ids", 1, 2]
 NAMES = ["actor 0 (rank 0)", "learner 0 (rank 1)", "learner 1 (rank 2)"]
@@ -48,13 +53,20 @@ def test_kill_9_of_any_process(endless, script, victim):
 
 
 def test_a_stopped_process_is_a_stall(endless):
-    launcher, ranks = endless("cleanba_impala", "--timeout=2")
+    launcher, ranks = endless("cleanba_impala", "--timeout=4")
     ranks[2].send_signal(signal.SIGSTOP)
     begin = time.monotonic()
     code, out = finish(launcher, 60)
     assert code == 1 and time.monotonic() - begin < 30
     assert last_line(out).startswith("learner 1 (rank 2) has not answered for ")
     assert not alive(ranks)
+
+
+def test_silence_is_told_however_short_the_timeout(capfd):
+    silent = "import os, time; os.write(int(os.environ['LEANRL_STATUS_FD']), bytes([10])); time.sleep(60)"
+    child = Child("learner 7 (rank 9)", [sys.executable, "-c", silent], dict(os.environ))
+    assert supervise([child], timeout=2) == 1
+    assert re.fullmatch(r"learner 7 \(rank 9\) has not answered for \d s\n", capfd.readouterr().err)
 
 
 def test_a_launcher_that_was_stopped_goes_on(endless, tmp_path):
@@ -68,6 +80,19 @@ def test_a_launcher_that_was_stopped_goes_on(endless, tmp_path):
     launcher.send_signal(signal.SIGTERM)
     code, out = finish(launcher)
     assert code == 0 and summary(tmp_path / "run")["interrupted"], out
+
+
+def test_ctrl_c_before_the_run_has_begun_is_quiet(tmp_path):
+    launcher = launch("cleanba_ppo", *tiny(tmp_path, FOREVER, *LAYOUT))
+    try:
+        deadline = time.monotonic() + 60
+        while len(psutil.Process(launcher.pid).children()) < 3:
+            assert launcher.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        launcher.send_signal(signal.SIGINT)
+    finally:
+        code, out = finish(launcher)
+    assert (code, out) == (130, "")
 
 
 # Imported by every Python of a run, before the script.

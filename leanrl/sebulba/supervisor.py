@@ -98,7 +98,7 @@ class Supervisor:
                     heard = len(self._signals)
                     child.start()
                     for number in self._signals[heard:]:  # while it started, nobody passed them on to it
-                        child.process.send_signal(number)
+                        self._pass_on(number, child)
                     self._selector.register(child.pipe, selectors.EVENT_READ, child)
                 failed = False
                 while self._anyone_left() and not failed:
@@ -121,7 +121,12 @@ class Supervisor:
         self._signals.append(number)
         for child in self._children:
             if child.process is not None and child.process.poll() is None:
-                child.process.send_signal(number)
+                self._pass_on(number, child)
+
+    @staticmethod
+    def _pass_on(number: int, child: Child) -> None:
+        # Where Ctrl-C comes while a child still imports, SIGINT would make Python print a traceback.
+        child.process.send_signal(signal.SIGTERM if number == signal.SIGINT else number)
 
     def _listen(self, seconds: float) -> None:
         for key, _ in self._selector.select(seconds):
