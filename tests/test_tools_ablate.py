@@ -48,6 +48,20 @@ def test_two_rows_give_a_table_and_raw_timings(tool, tmp_path):
     assert gae["seconds_saved_per_env_step"] == pytest.approx(sum(saved) / 2 / 2048)
 
 
+def test_ctrl_c_keeps_what_was_measured(tool, tmp_path, monkeypatch):
+    def interrupting():
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setitem(ablate.PPO.rows, "interrupting", interrupting)
+    code, out, errors = tool("--rows", "gae", "interrupting", "environment", "--repeats", 1, "--out", tmp_path)
+    assert code == 130 and "interrupted: the results so far" in errors
+    assert [line["row"] for line in json.loads((tmp_path / "ablate.json").read_text())["rows"]] == ["gae"]
+    assert (tmp_path / "table.md").read_text() in out
+    code, _, errors = tool("--rows", "interrupting", "--out", tmp_path / "nothing")
+    assert code == 130 and "ablate: interrupted" in errors and not any((tmp_path / "nothing").iterdir())
+
+
 def test_sides_that_differ_are_not_timed(tool, tmp_path, monkeypatch):
     def unequal():
         sides = (ablation.Side(lambda value=value: [torch.full((3,), value)], steps=1) for value in (1.0, 1.01))

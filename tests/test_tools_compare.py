@@ -202,7 +202,10 @@ def test_refused_flags_stop_everything(tmp_path, capfd):
     assert "good" not in capfd.readouterr().out
 
 
-def test_ctrl_c_ends_the_run_that_is_on(tmp_path):
+@pytest.mark.parametrize("num_before", [0, 1])
+def test_ctrl_c_ends_the_run_that_is_on(num_before, tmp_path):
+    """And keeps what was measured before it, if anything was."""
+    good = fake_script(tmp_path, "good", GOOD)
     sleeper = fake_script(
         tmp_path, "sleeper", "(run / 'pid').write_text(str(os.getpid())); import time; time.sleep(600)"
     )
@@ -210,8 +213,11 @@ def test_ctrl_c_ends_the_run_that_is_on(tmp_path):
     driver.write_text(
         "from pathlib import Path\n"
         "from leanrl.tools.common import run_tool\n"
-        "from leanrl.tools.trials import Contender, run_trials\n"
-        f"def main(args): run_trials([Contender('sleeper', {sleeper.command!r})], [1], Path('runs'))\n"
+        "from leanrl.tools.trials import Contender, exit_code, run_trials\n"
+        "def main(args):\n"
+        f"    trials = run_trials({[good] * num_before + [sleeper, good]}, [1], Path('runs'))\n"
+        "    print([trial.failure for trial in trials])\n"
+        "    return exit_code(trials)\n"
         "run_tool(main, dict[str, int])\n"
     )
     env = {**os.environ, "PYTHONPATH": str(trials.REPOSITORY)}
@@ -219,16 +225,21 @@ def test_ctrl_c_ends_the_run_that_is_on(tmp_path):
     def heed_ctrl_c() -> None:  # a shell's background jobs ignore it, and hand that down
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    how = {"cwd": tmp_path, "env": env, "stderr": subprocess.PIPE, "text": True, "preexec_fn": heed_ctrl_c}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    how = {"cwd": tmp_path, "env": env, **pipes, "preexec_fn": heed_ctrl_c}
     process = subprocess.Popen([sys.executable, driver], **how)
     try:
         pid = int(wait_until(lambda: "".join(path.read_text() for path in tmp_path.glob("runs/*/pid")), process))
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=30)
     finally:
         process.kill()
     assert process.returncode == 130
-    assert err.strip() == "driver: interrupted"
+    if num_before == 0:
+        assert err.strip() == "driver: interrupted"
+    else:
+        assert err.strip() == "interrupted: the results of the runs so far"
+        assert out.splitlines()[-1] == "[None, 'not run', 'not run']"
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 

@@ -79,7 +79,8 @@ def load_checkpoint(path: Path, identity: dict) -> tuple[int, dict]:
             with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums that torch.save wrote
                 if (damaged := archive.testzip()) is not None:
                     raise ValueError(f"checksum of {damaged} does not match")
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            # Mapped: a replay is read as it is copied, and never in memory twice.
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch.load raises nearly anything on damaged input
         reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
         raise UsageError(f"{path}: damaged or not a checkpoint ({reason})") from None

@@ -91,8 +91,13 @@ class Replay:
         return [self.cursor, self.size]
 
     def state_dict(self) -> dict:
-        """The part that is filled, and the cursor."""
-        return {"rows": self.rows[: self.size.item()].cpu().clone(), "cursor": self.cursor.cpu().clone()}
+        """The part that is filled, and the cursor. On a CPU they are the replay's own memory, which takes no second
+        one to be saved: write them to a file, or clone them, before the next ``add``."""
+        # By way of NumPy: a file of a slice would hold all of the tensor's storage.
+        return {
+            "rows": torch.from_numpy(self.rows[: self.size.item()].cpu().numpy()),
+            "cursor": self.cursor.cpu(),
+        }
 
     def load_state_dict(self, state: dict) -> None:
         """Restores what ``state_dict`` returned, from a ring of the same capacity."""

@@ -101,7 +101,7 @@ def main(args: Args) -> int:
     torch.set_flush_denormal(True)
     out = results_folder(args, "ablate")
 
-    lines, failures = [], {}
+    lines, failures, interrupted = [], {}, False
     with tqdm(rows.items(), unit="row", disable=None) as progress:
         for name, group in progress:
             # Rows compile the same functions anew, more often than one program may.
@@ -114,6 +114,13 @@ def main(args: Args) -> int:
             except Exception as error:
                 failures[name] = traceback.format_exc()
                 progress.write(f"{name}: failed ({' '.join(str(error).split())[:300]})", file=sys.stderr)
+            except KeyboardInterrupt:
+                if not lines:
+                    raise
+                interrupted = True
+                break
+    if interrupted:
+        print("interrupted: the results so far", file=sys.stderr)
 
     record = {**benchmark_record("ablate", CPU), "repeats": args.repeats, "rows": lines, "failures": failures}
     text = f"{describe_machine(record['machine'])}\n\n{render(lines)}"
@@ -121,7 +128,7 @@ def main(args: Args) -> int:
     write_json_atomically(out / "ablate.json", record)
     (out / "table.md").write_text(text + "\n")
     print(f"\n{text}\n\nJSON:  {out / 'ablate.json'}\ntable: {out / 'table.md'}")
-    return 1 if failures else 0
+    return 130 if interrupted else 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from leanrl.tools.trials import (
     Trial,
     check_script_args,
     contenders_of,
+    exit_code,
     measured,
     peak_memories,
     require_distinct,
@@ -91,7 +92,7 @@ def main(args: Args) -> int:
     record = {**benchmark_record("compare", device), "rows": rows, "runs": [asdict(trial) for trial in trials]}
     text = f"{title(record)}\n\n{render_table(rows)}"
     write_results(out, "compare", record, text, draw(record, trials))
-    return 1 if any(trial.failure for trial in trials) else 0
+    return exit_code(trials)
 
 
 def summarize(trials: Sequence[Trial], labels: Sequence[str]) -> list[dict]:

@@ -42,6 +42,7 @@ from leanrl.tools.trials import (
     Trial,
     check_script_args,
     contenders_of,
+    exit_code,
     measured,
     peak_memories,
     require_distinct,
@@ -124,7 +125,7 @@ def main(args: Args) -> int:
     }
     text = f"{title(args, record)}\n\n{render_table(rows, settings)}"
     write_results(out, "peers", record, text, draw(title(args, record), rows))
-    return 1 if any(trial.failure for trial in trials) else 0
+    return exit_code(trials)
 
 
 def peer_contenders(peer: str, algorithm: str, threads: Sequence[int], flags: Sequence[str]) -> list[Contender]:

@@ -42,6 +42,7 @@ from leanrl.tools.trials import (
     Trial,
     check_script_args,
     contenders_of,
+    exit_code,
     measured,
     require_distinct,
     require_valid,
@@ -117,7 +118,7 @@ def main(args: Args) -> int:
     heading = "\n".join(filter(None, (title(record), shlex.join(args.script_args))))
     text = f"{heading}\n\n{render_table(rows, flag)}"
     write_results(out, "scaling", record, text, draw(heading, rows, flag))
-    return 1 if any(trial.failure for trial in trials) else 0
+    return exit_code(trials)
 
 
 # -------------------------------------------------------------------------------------------------------------- INPUT

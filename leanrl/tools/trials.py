@@ -78,7 +78,8 @@ class Trial:
     seed: int
     command: list[str]
     run_dir: str
-    exit_code: int
+    exit_code: int | None
+    """None where it was not run to its end, because of Ctrl-C"""
     summary: dict = field(default_factory=dict)
     args: dict = field(default_factory=dict)
     metrics: list[dict] = field(default_factory=list)
@@ -98,6 +99,8 @@ class Trial:
     @property
     def failure(self) -> str | None:
         """Why this trial does not count, None where it does."""
+        if self.exit_code is None:
+            return "not run"
         if self.exit_code:
             return f"exit {self.exit_code}" if self.exit_code > 0 else f"signal {-self.exit_code}"
         if not self.summary:
@@ -262,20 +265,39 @@ def alternate(contenders: Sequence[Contender], seeds: Sequence[int]) -> list[tup
 def run_trials(contenders: Sequence[Contender], seeds: Sequence[int], runs_dir: Path) -> list[Trial]:
     """Runs every contender with every seed, one at a time, on this terminal; a failed one does not stop the others.
 
+    Ctrl-C does, and keeps what was measured before it: the trials left over are marked as not run.
+
     Raises:
         SystemExit: with code 2, where a run ends with that code: bad input, which it has told in one line.
+        KeyboardInterrupt: by Ctrl-C in the first run.
     """
     trials = []
     order = alternate(contenders, seeds)
     for position, (contender, seed) in enumerate(order, start=1):
         print(f"[{position}/{len(order)}] {contender.label}, seed {seed}", flush=True)
-        trial = run_trial(contender, seed, runs_dir)
+        try:
+            trial = run_trial(contender, seed, runs_dir)
+        except KeyboardInterrupt:
+            if not trials:
+                raise
+            print("\ninterrupted: the results of the runs so far", file=sys.stderr, flush=True)
+            return trials + [
+                Trial(left.label, seed, [*left.command], run_dir="", exit_code=None)
+                for left, seed in order[position - 1 :]
+            ]
         if trial.exit_code == 2:
             raise SystemExit(2)
         if trial.failure:
             print(f"{trial.label}, seed {seed}: failed ({trial.failure})", file=sys.stderr, flush=True)
         trials.append(trial)
     return trials
+
+
+def exit_code(trials: Sequence[Trial]) -> int:
+    """With which a tool ends after these trials: 130 where Ctrl-C left some over, 1 where one failed, 0 otherwise."""
+    if any(trial.exit_code is None for trial in trials):
+        return 130
+    return 1 if any(trial.failure for trial in trials) else 0
 
 
 def run_trial(
