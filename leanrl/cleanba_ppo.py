@@ -54,7 +54,7 @@ class Args(SebulbaArgs):
     """width behind the impala torso (nature: 512, mlp: two layers of 64)"""
 
     learning_rate: float = 2.5e-4
-    """of Adam"""
+    """learning rate of Adam"""
     num_steps: int = 128
     """steps of each environment in a rollout"""
     anneal_lr: bool = True

@@ -29,7 +29,8 @@ from leanrl.support.envs import make_envs, require_discrete_actions, start_envs
 from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import require_at_least, require_positive, require_unit_interval
 from leanrl.support.evaluation import require_video
-from leanrl.support.off_policy import OffPolicyState, require_off_policy
+from leanrl.support.layers import Float32Linear
+from leanrl.support.off_policy import OffPolicyState, named_losses, require_off_policy
 from leanrl.support.replay import Batch, Replay
 from leanrl.support.run import Run, seed_everything
 
@@ -39,7 +40,7 @@ class Args(RunArgs):
     env_id: str = "CartPole-v1"
     """Gymnasium environment with discrete actions and a vector of numbers as observation"""
     total_timesteps: int = 500_000
-    """environment steps of the whole run"""
+    """environment steps of the whole run, rounded down to whole steps of all environments"""
     seed: int = 1
     """seed of the environments, the network, the sampling and the exploration"""
     device: str = "auto"
@@ -54,7 +55,7 @@ class Args(RunArgs):
     """write the replay into checkpoints; without it a resumed run fills a new one before it trains on"""
 
     learning_rate: float = 2.5e-4
-    """of Adam"""
+    """learning rate of Adam"""
     num_envs: int = 1
     """environments stepped together"""
     buffer_size: int = 10_000
@@ -62,7 +63,7 @@ class Args(RunArgs):
     gamma: float = 0.99
     """discount"""
     tau: float = 1.0
-    """the part of the way that the target network goes to the trained one at once; 1 copies it"""
+    """fraction of the way that an update of the target network takes it towards the trained one; 1 copies it"""
     target_network_frequency: int = 500
     """environment steps between updates of the target network"""
     batch_size: int = 128
@@ -72,7 +73,7 @@ class Args(RunArgs):
     end_e: float = 0.05
     """probability of a random action after the exploration fraction"""
     exploration_fraction: float = 0.5
-    """part of the run over which that probability falls"""
+    """fraction of the run over which that probability falls from --start-e to --end-e"""
     learning_starts: int = 10_000
     """environment steps before the first update"""
     updates_per_step: float = 0.1
@@ -99,7 +100,7 @@ class QNetwork(nn.Sequential):
             nn.ReLU(),
             nn.Linear(120, 84),
             nn.ReLU(),
-            nn.Linear(84, num_actions),
+            Float32Linear(84, num_actions),
         )
 
 
@@ -108,7 +109,7 @@ class QNetwork(nn.Sequential):
 
 def dqn_target(target_network: QNetwork, batch: Batch, gamma: float) -> torch.Tensor:
     """What the network should say of the actions taken, [B] (the paper's algorithm 1)."""
-    target_max = target_network(batch.next_obs).float().amax(1)
+    target_max = target_network(batch.next_obs).amax(1)
     return batch.rewards + gamma * (1.0 - batch.terminations) * target_max
 
 
@@ -116,7 +117,7 @@ def dqn_loss(
     q_values: torch.Tensor, actions: torch.Tensor, td_target: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean squared error, and the mean value of the actions taken: [B, num_actions], [B, 1], [B] -> scalars"""
-    old_val = q_values.float().gather(1, actions.long()).squeeze(1)
+    old_val = q_values.gather(1, actions.long()).squeeze(1)
     return F.mse_loss(td_target, old_val), old_val.mean()
 
 
@@ -248,8 +249,7 @@ def main(args: Args) -> None:
                 update_target(q_network, target_network, args.tau)
 
             if run.log_due():
-                named = {f"losses/{n}": x for n, x in zip(LOSS_NAMES, losses.tolist(), strict=True)}
-                run.log({"charts/epsilon": epsilon, **named})
+                run.log({"charts/epsilon": epsilon, **named_losses(run, LOSS_NAMES, losses)})
             if run.checkpoint_due():
                 run.checkpoint(state.state_dict())
 

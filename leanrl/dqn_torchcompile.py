@@ -19,6 +19,7 @@ Measured speed and learning curves: doc/algorithms/dqn.md
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import gymnasium as gym
@@ -26,7 +27,6 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from tensordict.nn import CudaGraphModule
 
 from leanrl.support.checkpoints import resumed_step
 from leanrl.support.cli import RunArgs, run_script
@@ -35,9 +35,10 @@ from leanrl.support.envs import EnvBackend, make_envs, require_discrete_actions,
 from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import require_at_least, require_positive, require_unit_interval
 from leanrl.support.evaluation import require_video
-from leanrl.support.executables import CUDAGRAPH_WARMUP, WARMUP_CALLS, CompiledStep, untouched
+from leanrl.support.executables import WARMUP_CALLS, make_executable, untouched
 from leanrl.support.inductor import mlp_as_sums
-from leanrl.support.off_policy import OffPolicyState, require_off_policy
+from leanrl.support.layers import Float32Linear
+from leanrl.support.off_policy import OffPolicyState, named_losses, require_off_policy
 from leanrl.support.optim import FlatAdam
 from leanrl.support.replay import Batch, Replay
 from leanrl.support.run import Run, seed_everything
@@ -48,7 +49,7 @@ class Args(RunArgs):
     env_id: str = "CartPole-v1"
     """Gymnasium environment with discrete actions and a vector of numbers as observation"""
     total_timesteps: int = 500_000
-    """environment steps of the whole run"""
+    """environment steps of the whole run, rounded down to whole steps of all environments"""
     seed: int = 1
     """seed of the environments, the network, the sampling and the exploration"""
     device: str = "auto"
@@ -70,7 +71,7 @@ class Args(RunArgs):
     """gymnasium steps the environments in this process, envpool on C++ threads (faster from about 4 environments)"""
 
     learning_rate: float = 2.5e-4
-    """of Adam"""
+    """learning rate of Adam"""
     num_envs: int = 1
     """environments stepped together"""
     buffer_size: int = 10_000
@@ -78,7 +79,7 @@ class Args(RunArgs):
     gamma: float = 0.99
     """discount"""
     tau: float = 1.0
-    """the part of the way that the target network goes to the trained one at once; 1 copies it"""
+    """fraction of the way that an update of the target network takes it towards the trained one; 1 copies it"""
     target_network_frequency: int = 500
     """environment steps between updates of the target network"""
     batch_size: int = 128
@@ -88,7 +89,7 @@ class Args(RunArgs):
     end_e: float = 0.05
     """probability of a random action after the exploration fraction"""
     exploration_fraction: float = 0.5
-    """part of the run over which that probability falls"""
+    """fraction of the run over which that probability falls from --start-e to --end-e"""
     learning_starts: int = 10_000
     """environment steps before the first update"""
     updates_per_step: float = 0.1
@@ -115,7 +116,7 @@ class QNetwork(nn.Sequential):
             nn.ReLU(),
             nn.Linear(120, 84),
             nn.ReLU(),
-            nn.Linear(84, num_actions),
+            Float32Linear(84, num_actions),
         )
 
 
@@ -124,7 +125,7 @@ class QNetwork(nn.Sequential):
 
 def dqn_target(target_network: Callable, batch: Batch, gamma: float) -> torch.Tensor:
     """What the network should say of the actions taken, [B] (the paper's algorithm 1)."""
-    target_max = target_network(batch.next_obs).float().amax(1)
+    target_max = target_network(batch.next_obs).amax(1)
     return batch.rewards + gamma * (1.0 - batch.terminations) * target_max
 
 
@@ -132,7 +133,7 @@ def dqn_loss(
     q_values: torch.Tensor, actions: torch.Tensor, td_target: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean squared error, and the mean value of the actions taken: [B, num_actions], [B, 1], [B] -> scalars"""
-    old_val = q_values.float().gather(1, actions.long()).squeeze(1)
+    old_val = q_values.gather(1, actions.long()).squeeze(1)
     return F.mse_loss(td_target, old_val), old_val.mean()
 
 
@@ -257,14 +258,8 @@ def make_executables(q_network: QNetwork, replay: Replay, staging: Staging, upda
         replay.add(*staging.split(rows))
         update()
 
-    def executable(fn: Callable, cpp_wrapper: bool) -> Callable:
-        if args.compile:
-            fn = CompiledStep(fn, device, cpp_wrapper)
-        if args.cudagraphs:
-            fn = CudaGraphModule(fn, warmup=CUDAGRAPH_WARMUP, device=device)
-        return fn
-
-    return executable(greedy, False), executable(learn, True), executable(update, True)
+    executable = partial(make_executable, device=device, compile=args.compile, cudagraphs=args.cudagraphs)
+    return executable(greedy, cpp_wrapper=False), executable(learn), executable(update)
 
 
 # -------------------------------------------------------------------------------------------------------------- MAIN
@@ -355,8 +350,7 @@ def main(args: Args) -> None:
                 target_network.lerp_(optimizer.params, args.tau)
 
             if run.log_due():
-                named = {f"losses/{n}": x for n, x in zip(LOSS_NAMES, losses.tolist(), strict=True)}
-                run.log({"charts/epsilon": epsilon, **named})
+                run.log({"charts/epsilon": epsilon, **named_losses(run, LOSS_NAMES, losses)})
             if run.checkpoint_due():
                 run.checkpoint(state_dict())
 

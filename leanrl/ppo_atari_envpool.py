@@ -50,7 +50,7 @@ class Args(RunArgs):
     """CPU threads of PyTorch; by default all cores"""
 
     learning_rate: float = 2.5e-4
-    """of Adam"""
+    """learning rate of Adam"""
     num_envs: int = 8
     """environments stepped together"""
     num_steps: int = 128

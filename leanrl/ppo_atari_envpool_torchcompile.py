@@ -30,7 +30,6 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from tensordict.nn import CudaGraphModule
 
 from leanrl.support.atari import CLEANRL, make_atari_envs, whole_games
 from leanrl.support.checkpoints import resumed_step
@@ -39,7 +38,7 @@ from leanrl.support.devices import available_cores, keep_freed_memory, resolve_d
 from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
 from leanrl.support.evaluation import require_video
-from leanrl.support.executables import CUDAGRAPH_WARMUP, WARMUP_CALLS, CompiledStep, untouched
+from leanrl.support.executables import WARMUP_CALLS, make_executable, untouched
 from leanrl.support.optim import FlatAdam, clip_grad_norm
 from leanrl.support.run import Run, seed_everything
 from leanrl.support.scan import linear_recurrence
@@ -69,7 +68,7 @@ class Args(RunArgs):
     """pools of environments that are stepped in turn: one plays while another's actions are computed"""
 
     learning_rate: float = 2.5e-4
-    """of Adam"""
+    """learning rate of Adam"""
     num_envs: int = 8
     """environments stepped together"""
     num_steps: int = 128
@@ -429,12 +428,8 @@ def make_executables(policy_step: Callable, update: Callable, args: Args, device
         ``act(obs)``: what a pool said [n, ...] -> actions [n], both in NumPy's arrays;
         ``train_epoch(b_inds)``: one update for each minibatch of the rows ``b_inds``; returns the last one's parts.
     """
-    if args.compile:
-        policy_step = CompiledStep(policy_step, device)
-        update = CompiledStep(update, device)
-    if args.cudagraphs:
-        policy_step = CudaGraphModule(policy_step, warmup=CUDAGRAPH_WARMUP)
-        update = CudaGraphModule(update, warmup=CUDAGRAPH_WARMUP)
+    executable = partial(make_executable, device=device, compile=args.compile, cudagraphs=args.cudagraphs)
+    policy_step, update = executable(policy_step), executable(update)
 
     def act(obs: np.ndarray) -> np.ndarray:
         return policy_step(torch.from_numpy(obs).to(device)).cpu().numpy()

@@ -46,7 +46,7 @@ class Args(RunArgs):
     """CPU threads of PyTorch; by default 1 for minibatches under 1,024 rows and all cores above"""
 
     learning_rate: float = 3e-4
-    """of Adam"""
+    """learning rate of Adam"""
     num_envs: int = 1
     """environments stepped together"""
     num_steps: int = 2048

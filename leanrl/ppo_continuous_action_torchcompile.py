@@ -19,13 +19,13 @@ Measured speed and learning curves: doc/benchmarks/ppo_continuous_action.md
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn as nn
-from tensordict.nn import CudaGraphModule
 
 from leanrl.support.checkpoints import resumed_step
 from leanrl.support.cli import RunArgs, run_script
@@ -34,7 +34,7 @@ from leanrl.support.envs import EnvBackend, make_envs, require_continuous_action
 from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
 from leanrl.support.evaluation import require_video
-from leanrl.support.executables import CUDAGRAPH_WARMUP, WARMUP_CALLS, CompiledStep, untouched
+from leanrl.support.executables import WARMUP_CALLS, make_executable, untouched
 from leanrl.support.inductor import mlp_as_sums
 from leanrl.support.normalization import RewardNormalizer, RunningMoments
 from leanrl.support.optim import FlatAdam, clip_grad_norm
@@ -64,7 +64,7 @@ class Args(RunArgs):
     """gymnasium steps the environments in this process, envpool on C++ threads (faster from about 4 environments)"""
 
     learning_rate: float = 3e-4
-    """of Adam"""
+    """learning rate of Adam"""
     num_envs: int = 1
     """environments stepped together"""
     num_steps: int = 2048
@@ -384,13 +384,8 @@ def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray
 
 def make_executables(policy_step: Callable, update: Callable, args: Args, device: torch.device):
     """``policy_step`` and ``update``, compiled and captured as the flags say."""
-    if args.compile:
-        policy_step = CompiledStep(policy_step, device, cpp_wrapper=False)
-        update = CompiledStep(update, device)
-    if args.cudagraphs:
-        policy_step = CudaGraphModule(policy_step, warmup=CUDAGRAPH_WARMUP, device=device)
-        update = CudaGraphModule(update, warmup=CUDAGRAPH_WARMUP, device=device)
-    return policy_step, update
+    executable = partial(make_executable, device=device, compile=args.compile, cudagraphs=args.cudagraphs)
+    return executable(policy_step, cpp_wrapper=False), executable(update)
 
 
 # -------------------------------------------------------------------------------------------------------------- MAIN

@@ -29,7 +29,8 @@ from leanrl.support.envs import make_envs, require_continuous_actions, start_env
 from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import require_at_least, require_positive
 from leanrl.support.evaluation import require_video
-from leanrl.support.off_policy import OffPolicyState, require_off_policy
+from leanrl.support.layers import Float32Linear
+from leanrl.support.off_policy import OffPolicyState, named_losses, require_off_policy
 from leanrl.support.replay import Batch, Replay
 from leanrl.support.run import Run, seed_everything
 
@@ -39,7 +40,7 @@ class Args(RunArgs):
     env_id: str = "HalfCheetah-v5"
     """Gymnasium environment with continuous actions"""
     total_timesteps: int = 1_000_000
-    """environment steps of the whole run"""
+    """environment steps of the whole run, rounded down to whole steps of all environments"""
     seed: int = 1
     """seed of the environments, the networks, the sampling and the noise"""
     device: str = "auto"
@@ -54,7 +55,7 @@ class Args(RunArgs):
     """write the replay into checkpoints; without it a resumed run fills a new one before it trains on"""
 
     learning_rate: float = 3e-4
-    """of both Adams"""
+    """learning rate of Adam, for the actor and the critics"""
     num_envs: int = 1
     """environments stepped together"""
     buffer_size: int = 1_000_000
@@ -62,7 +63,7 @@ class Args(RunArgs):
     gamma: float = 0.99
     """discount"""
     tau: float = 0.005
-    """the part of the way that the target networks go to the trained ones at once"""
+    """fraction of the way that an update of the target networks takes them towards the trained ones"""
     batch_size: int = 256
     """transitions of an update"""
     learning_starts: int = 25_000
@@ -97,7 +98,7 @@ class QNetwork(nn.Module):
         super().__init__()
         self.fc1 = nn.Linear(obs_dim + action_dim, 256)
         self.fc2 = nn.Linear(256, 256)
-        self.fc3 = nn.Linear(256, 1)
+        self.fc3 = Float32Linear(256, 1)
 
     def forward(self, obs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
         """[B, obs_dim], [B, action_dim] -> [B]"""
@@ -311,7 +312,7 @@ def main(args: Args) -> None:
                 run.start_clock()
 
             if run.log_due():
-                run.log({f"losses/{n}": x for n, x in zip(LOSS_NAMES, losses.tolist(), strict=True)})
+                run.log(named_losses(run, LOSS_NAMES, losses))
             if run.checkpoint_due():
                 run.checkpoint(state.state_dict())
 

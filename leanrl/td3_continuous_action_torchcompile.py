@@ -27,7 +27,6 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from tensordict.nn import CudaGraphModule
 
 from leanrl.support.checkpoints import resumed_step
 from leanrl.support.cli import RunArgs, run_script
@@ -36,10 +35,10 @@ from leanrl.support.envs import EnvBackend, make_envs, require_continuous_action
 from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import require_at_least, require_positive
 from leanrl.support.evaluation import require_video
-from leanrl.support.executables import CUDAGRAPH_WARMUP, WARMUP_CALLS, CompiledStep, untouched
-from leanrl.support.off_policy import OffPolicyState, require_off_policy
+from leanrl.support.executables import WARMUP_CALLS, make_executable, untouched
+from leanrl.support.off_policy import OffPolicyState, named_losses, require_off_policy
 from leanrl.support.optim import FlatAdam
-from leanrl.support.replay import Batch, LastStep, Replay
+from leanrl.support.replay import Batch, LastStep, Replay, StepOutcome
 from leanrl.support.run import Run, seed_everything
 
 
@@ -48,7 +47,7 @@ class Args(RunArgs):
     env_id: str = "HalfCheetah-v5"
     """Gymnasium environment with continuous actions"""
     total_timesteps: int = 1_000_000
-    """environment steps of the whole run"""
+    """environment steps of the whole run, rounded down to whole steps of all environments"""
     seed: int = 1
     """seed of the environments, the networks, the sampling and the noise"""
     device: str = "auto"
@@ -70,7 +69,7 @@ class Args(RunArgs):
     """gymnasium steps the environments in this process, envpool on C++ threads (faster from about 4 environments)"""
 
     learning_rate: float = 3e-4
-    """of both Adams"""
+    """learning rate of Adam, for the actor and the critics"""
     num_envs: int = 1
     """environments stepped together"""
     buffer_size: int = 1_000_000
@@ -78,7 +77,7 @@ class Args(RunArgs):
     gamma: float = 0.99
     """discount"""
     tau: float = 0.005
-    """the part of the way that the target networks go to the trained ones at once"""
+    """fraction of the way that an update of the target networks takes them towards the trained ones"""
     batch_size: int = 256
     """transitions of an update"""
     learning_starts: int = 25_000
@@ -251,7 +250,7 @@ def make_acting(actor_optimizer: FlatAdam, replay: Replay, last: LastStep, args:
 
     Returns:
         ``observe(told)``: writes a transition to the replay; ``told`` [N, obs_dim + 3] is what the environments made of
-        ``last.actions``: next_obs, reward, termination, done;
+        ``last.actions``, the rows of a StepOutcome;
         ``act()``: the policy's actions [N, action_dim] with exploration noise;
         ``explore()``: random actions instead.
     """
@@ -295,13 +294,7 @@ def make_executables(observe: Callable, update: Callable, act: Callable, args: A
     It observes, takes an update for each element of ``with_actor`` (whether it trains the actor too), and acts: all as
     one executable for at most one update, in parts for more. ``told_cpu`` is pinned where the device is a GPU.
     """
-
-    def executable(fn: Callable) -> Callable:
-        if args.compile:
-            fn = CompiledStep(fn, device)
-        if args.cudagraphs:
-            fn = CudaGraphModule(fn, warmup=CUDAGRAPH_WARMUP, device=device)
-        return fn
+    executable = partial(make_executable, device=device, compile=args.compile, cudagraphs=args.cudagraphs)
 
     def step(with_actor: tuple[bool, ...], told: torch.Tensor) -> torch.Tensor:
         observe(told)
@@ -370,14 +363,12 @@ def main(args: Args, make_executables: Callable = make_executables, script_file:
     with Run(args, script_file, device, total_steps=args.total_timesteps // args.num_envs * args.num_envs) as run:
         schedule = state.resume(run)
 
-        # What the environments say: next_obs, reward, termination, done.
-        told_cpu = torch.zeros(args.num_envs, obs_dim + 3, pin_memory=device.type == "cuda")
-        told = told_cpu.numpy()
+        outcome = StepOutcome(args.num_envs, obs_dim, device)
         with run.warmup():
             touched = [*actor_optimizer.tensors(), *q_optimizer.tensors(), actor_target, critics_target, losses]
             with untouched([*touched, *replay.tensors(), *last], device):
                 # A step that only resets is not stored, and there must be a transition to sample.
-                told_cpu[:, -1] = 1.0
+                told_cpu = outcome.write(0.0, 0.0, 0.0, dones=1.0)
                 last.resets.fill_(1.0)
                 replay.size.clamp_(min=1)
                 for with_actor in schedule.patterns(args.policy_frequency):
@@ -401,7 +392,7 @@ def main(args: Args, make_executables: Callable = make_executables, script_file:
             run.record_episodes(*episodes.add_step(rewards, dones, resets))
             resets = dones
 
-            told[:, :obs_dim], told[:, obs_dim], told[:, -2], told[:, -1] = next_obs, rewards, terminations, dones
+            told_cpu = outcome.write(next_obs, rewards, terminations, dones)
             due = schedule.due(run.global_step)
             if schedule.begins(run.global_step):
                 run.start_clock()
@@ -415,7 +406,7 @@ def main(args: Args, make_executables: Callable = make_executables, script_file:
                 actions = advance(told_cpu, with_actor)
 
             if run.log_due():
-                run.log({f"losses/{n}": x for n, x in zip(LOSS_NAMES, losses.tolist(), strict=True)})
+                run.log(named_losses(run, LOSS_NAMES, losses))
             if run.checkpoint_due():
                 run.checkpoint(state.state_dict())
 

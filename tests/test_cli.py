@@ -98,6 +98,8 @@ BAD_FLAGS_OFF_POLICY = [
     *[["--tau", value] for value in ("1.5", "-0.1", "nan")],
     ["--learning-starts", "-1"],
     ["--learning-starts", "1000000"],  # as many as the run has
+    ["--learning-starts", "100", "--num-envs", "64", "--total-timesteps", "110"],  # which are 64
+    ["--learning-starts", "100", "--updates-per-step", "0.1", "--total-timesteps", "109"],  # 0.9 updates
     ["--total-timesteps", "3", "--num-envs", "4"],  # less than a step
     ["--buffer-size", "3", "--num-envs", "4"],
     ["--buffer-size", str(10**12)],

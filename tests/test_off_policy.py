@@ -23,6 +23,7 @@ from scripts import (
 from leanrl.support.checkpoints import list_checkpoints
 from leanrl.support.envs import SerialVectorEnv
 from leanrl.support.run import Run
+from leanrl.support.tracking import read_metrics
 
 FAST = [script for script in OFF_POLICY if script in FAST_SCRIPTS]
 
@@ -158,6 +159,26 @@ def stream(monkeypatch):
 def replay_rows(run_dir) -> np.ndarray:
     """The replay of the newest checkpoint: obs, next_obs, action, reward, termination in a row."""
     return newest_checkpoint(run_dir)[1]["script"]["replay"]["rows"].numpy()
+
+
+@pytest.mark.parametrize("script", OFF_POLICY)
+def test_log_points_before_the_first_update(script, tmp_path):
+    """They have no losses, which nothing computed yet, and a speed, also where the clock has just started again."""
+    flags = [*tiny(script), "--total-timesteps=96", "--log-every=1"]
+    assert run(script, *flags, "--runs-dir", tmp_path, "--run-name=run") == 0
+    points = read_metrics(tmp_path / "run")
+    assert [point["global_step"] for point in points] == list(range(1, 97))
+    for point in points:  # the first of the updates follows step 56
+        assert any(key.startswith("losses/") for key in point) == (point["global_step"] >= 56)
+        assert point["charts/SPS"] > 0
+
+
+def test_a_fixed_alpha_is_logged_before_the_actor_trains(tmp_path):
+    for script in ("sac_continuous_action", "sac_continuous_action_torchcompile"):
+        flags = [*tiny(script), "--no-autotune", "--alpha=0.3", "--total-timesteps=60", "--log-every=1"]
+        assert run(script, *flags, "--runs-dir", tmp_path, f"--run-name={script}") == 0
+        assert read_metrics(tmp_path / script)[-1]["losses/alpha"] == pytest.approx(0.3)
+        assert summary(tmp_path / script)["optimizer_steps"] == 1
 
 
 @pytest.mark.parametrize("script", OFF_POLICY)

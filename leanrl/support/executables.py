@@ -100,14 +100,15 @@ def make_executable(
     compile: bool,
     cudagraphs: bool,
     cpp_wrapper: bool = True,
+    **options,
 ) -> Callable[..., torch.Tensor | None]:
-    """``fn``, compiled (as ``CompiledStep``, with its demands) and captured as the flags of a script say."""
+    """``fn``, compiled (as ``CompiledStep``, with its arguments and demands) and captured as a script's flags say."""
     if compile:
-        fn = CompiledStep(fn, device, cpp_wrapper)
+        fn = CompiledStep(fn, device, cpp_wrapper, **options)
     if cudagraphs:
         from tensordict.nn import CudaGraphModule
 
-        fn = CudaGraphModule(fn, warmup=CUDAGRAPH_WARMUP)
+        fn = CudaGraphModule(fn, warmup=CUDAGRAPH_WARMUP, device=device)
     return fn
 
 

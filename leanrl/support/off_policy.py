@@ -1,5 +1,7 @@
 """What off-policy scripts check, save and resume alike."""
 
+from collections.abc import Sequence
+
 import torch
 from gymnasium.vector import VectorEnv
 
@@ -22,10 +24,9 @@ def require_off_policy(args) -> None:
         raise bad("total_timesteps", args.total_timesteps, f"is less than one step of {args.num_envs} environments")
     if args.buffer_size < args.num_envs:
         raise bad("buffer_size", args.buffer_size, f"does not hold one step of {args.num_envs} environments")
-    if args.learning_starts >= args.total_timesteps:
-        raise bad(
-            "learning_starts", args.learning_starts, f"must be less than --total-timesteps {args.total_timesteps}"
-        )
+    total_steps = args.total_timesteps // args.num_envs * args.num_envs
+    if not UpdateSchedule(args.num_envs, args.learning_starts, args.updates_per_step).owed(total_steps):
+        raise bad("learning_starts", args.learning_starts, f"leaves no update within {total_steps} environment steps")
 
 
 class OffPolicyState:
@@ -70,3 +71,9 @@ class OffPolicyState:
                 # num_envs: the first steps may only reset their environments, and there must be something to sample.
                 learning_starts = run.global_step + max(args.learning_starts, args.batch_size, args.num_envs)
         return UpdateSchedule(args.num_envs, learning_starts, args.updates_per_step)
+
+
+def named_losses(run: Run, names: Sequence[str], losses: torch.Tensor) -> dict[str, float]:
+    """``losses`` [len(names)] for a log point; none before the first update, which computes them."""
+    values = losses.tolist() if run.optimizer_steps else []
+    return {f"losses/{name}": value for name, value in zip(names, values, strict=False)}

@@ -107,6 +107,25 @@ class Replay:
         self.cursor.copy_(state["cursor"])
 
 
+class StepOutcome:
+    """What the environments made of their actions, side by side on the CPU, so that one copy takes it to the device.
+
+    ``rows`` [N, obs_dim + 3] holds next_obs, reward, termination and done; pinned where ``device`` is a GPU.
+    """
+
+    def __init__(self, num_envs: int, obs_dim: int, device: torch.device) -> None:
+        self.rows = torch.zeros(num_envs, obs_dim + 3, pin_memory=device.type == "cuda")
+        columns = self.rows.numpy()
+        self._next_obs = columns[:, :obs_dim]
+        self._rewards, self._terminations, self._dones = columns[:, obs_dim:].T
+
+    def write(self, next_obs, rewards, terminations, dones) -> torch.Tensor:
+        """Takes arrays [N, obs_dim] and [N], or numbers for all of them; returns ``rows``."""
+        self._next_obs[:], self._rewards[:] = next_obs, rewards
+        self._terminations[:], self._dones[:] = terminations, dones
+        return self.rows
+
+
 class LastStep(NamedTuple):
     """What the next transition begins with, kept on the learner's device where a step is one compiled function."""
 
@@ -123,7 +142,7 @@ class LastStep(NamedTuple):
         """Writes the transition to ``replay`` and begins the next one, whose actions are still to be chosen.
 
         Args:
-            told: [N, obs_dim + 3], what the environments made of the actions: next_obs, reward, termination, done.
+            told: [N, obs_dim + 3], the rows of a StepOutcome: what the environments made of the actions.
         """
         next_obs, rewards, terminations, dones = told.split([self.obs.shape[1], 1, 1, 1], 1)
         replay.add(self.obs, next_obs, self.actions, rewards.squeeze(1), terminations.squeeze(1), self.resets)

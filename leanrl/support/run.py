@@ -146,6 +146,7 @@ class Run:
         self._started = time.perf_counter()
         self._earlier_seconds = 0.0
         self._clock_start: tuple[float, int] | None = None
+        self._sps_before = 0.0
         self._stop = StopRequest()
         self._progress = None
 
@@ -251,15 +252,20 @@ class Run:
         gc.collect()
         gc.freeze()
         synchronize(self.device)
-        now = time.perf_counter()
         if self._clock_start is not None:
-            self.warmup_seconds += now - self._clock_start[0]
-        self._clock_start = (now, self.global_step)
+            self._sps_before = self.sps()
+            self.warmup_seconds += time.perf_counter() - self._clock_start[0]
+        self._clock_start = (time.perf_counter(), self.global_step)
 
     def sps(self) -> float:
-        """Environment steps per second of wall clock since ``start_clock``, the device synchronised."""
+        """Environment steps per second of wall clock since ``start_clock``, the device synchronised.
+
+        With no step since then, what it was before.
+        """
         synchronize(self.device)
         start, first_step = self._clock_start
+        if self.global_step == first_step:
+            return self._sps_before
         return (self.global_step - first_step) / max(time.perf_counter() - start, 1e-9)
 
     @property

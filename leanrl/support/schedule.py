@@ -19,11 +19,11 @@ class UpdateSchedule:
 
     def due(self, global_step: int) -> int:
         """Updates to take now that ``global_step`` environment steps are done."""
-        return self._owed(global_step) - self._owed(global_step - self.num_envs)
+        return self.owed(global_step) - self.owed(global_step - self.num_envs)
 
     def begins(self, global_step: int) -> bool:
         """Whether the first of all updates falls due with this step."""
-        return self._owed(global_step) > 0 == self._owed(global_step - self.num_envs)
+        return self.owed(global_step) > 0 == self.owed(global_step - self.num_envs)
 
     def patterns(self, policy_frequency: int) -> set[tuple[bool, ...]]:
         """Every sequence of updates that can fall between two steps, each element telling whether it trains the actor.
@@ -38,6 +38,7 @@ class UpdateSchedule:
         flags = [n % policy_frequency == 0 for n in range(1, 2 * policy_frequency + max(counts))]
         return {tuple(flags[start : start + n]) for n in counts for start in range(policy_frequency)}
 
-    def _owed(self, global_step: int) -> int:
+    def owed(self, global_step: int) -> int:
+        """Updates from the start of the run to ``global_step`` environment steps."""
         # 1e-9: 30 * 0.1 must be 3 updates, and 0.7 / 0.1 steps 7, whichever way their floats fall.
         return math.floor(max(0, global_step - self.starts) * self.updates_per_step + 1e-9)
