@@ -36,7 +36,8 @@ def resolve_device(args) -> torch.device:
         if (device.index or 0) >= torch.cuda.device_count():
             raise bad("device", name, f"this machine has {torch.cuda.device_count()} CUDA device(s)")
         device = torch.device("cuda", device.index or 0)
-        torch.cuda.set_device(device)  # graphs and pinned memory would go to the first one
+        if device.index > 0:  # graphs and pinned memory would go to the first one, which is not to be touched
+            torch.cuda.set_device(device)
     if getattr(args, "cudagraphs", False) and device.type != "cuda":
         raise UsageError(f"--cudagraphs needs a CUDA device; this run is on {device}")
     if getattr(args, "compile", False) and device.type == "cpu" and not has_cpp_compiler():

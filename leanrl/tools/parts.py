@@ -166,6 +166,8 @@ def write_result(path: Path, fn: Callable, *args) -> None:
 
 def observe_run(script: str, flags: list[str], what: str) -> dict:
     """Runs ``script`` and watches it from the last start of its clock to its end; returns what it found."""
+    # Kineto's second session in a process may find no kernels where the first one has torn CUPTI down.
+    os.environ.setdefault("TEARDOWN_CUPTI", "0")
     module = importlib.import_module(f"leanrl.{script}")
     found, watch = {}, ExitStack()
 
