@@ -6,7 +6,7 @@ fast). ``--compile`` and ``--cudagraphs`` switch each lever by itself.
     python leanrl/dqn_torchcompile.py --env-id CartPole-v1 --compile
     python leanrl/dqn_torchcompile.py --compile --cudagraphs     # on a CUDA device
 
-What is different, each with its measured gain in doc/optimizations.md:
+What is different, most of it with its measured gain in doc/optimizations.md:
 - transitions wait on the CPU until an update is due: one copy in and one call then write them to the replay, sample
   and train; a step of the environment between two updates costs the greedy action, or nothing where a random one was
   drawn;
