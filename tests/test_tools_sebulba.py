@@ -7,10 +7,12 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
+import tyro
 from scripts import summary
 from sebulba_runs import alive
 
@@ -84,6 +86,12 @@ def test_benchmark_fills_the_template_in(capsys):
     assert "exec ${commands[$SLURM_ARRAY_TASK_ID]}" in job and "{" not in job.replace("${", "").replace("() {", "")
     quoted = [line.strip() for line in job.splitlines() if "--env-id" in line]
     assert len(quoted) == 6 and all("--seed" in shlex.split(shlex.split(line)[0]) for line in quoted)
+
+
+def test_benchmark_takes_cleanbas_name_of_the_template():
+    """Its README's --slurm-template-path."""
+    words = ["--env-ids", "A-v1", "--slurm-template-path", "a", "--", *COMMAND]
+    assert tyro.cli(benchmark.Args, args=words).slurm_template == Path("a")
 
 
 def test_benchmark_submits(tmp_path, monkeypatch, capsys):

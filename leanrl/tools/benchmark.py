@@ -38,7 +38,7 @@ class Args:
     """the first of their seeds"""
     workers: int = 1
     """runs at a time on this machine"""
-    slurm_template: Path | None = None
+    slurm_template: Annotated[Path | None, tyro.conf.arg(aliases=["--slurm-template-path"])] = None
     """write a SLURM array job from this file and submit it, instead of running here"""
     slurm_ntasks: int = 1
     """tasks of a run: its groups, with --distributed"""
