@@ -15,11 +15,10 @@ links are not measured: --link-gbytes is taken for messages between GPUs and bet
 import importlib
 import itertools
 import math
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
@@ -187,8 +186,8 @@ def measure(args: Args, module, script_args, device: torch.device) -> Parts:
         message = reduction = (20e-6, 1 / (1e9 * args.link_gbytes))
         beside, waiting = updates[num_threads], 0.0
     else:
-        message, reduction = measure_links(num_bytes, 4 * params, args.repeats)
-        beside, sums = measure_beside(args.script, script_args, sizes, args.repeats)
+        message, reduction = in_two_processes(time_links, (num_bytes, 4 * params), max(3, args.repeats))[0]
+        beside, sums = in_two_processes(learn_beside, args.script, script_args, sizes, args.repeats)[0]
         waiting = max(0.0, sums - update.num_steps * (reduction[0] + reduction[1] * 4 * params))
     return Parts(
         inference=header.inference + header.device_to_host,
@@ -216,30 +215,36 @@ def make_update(module, script_args, num_actions: int, space, shards: Shards) ->
     return update, len(optimizer.params)
 
 
-def measure_beside(script: str, script_args, sizes: Sequence[int], repeats: int) -> tuple[tuple, float]:
-    """What updates cost where two learners take them at the same time here, as they do.
+def in_two_processes(function: Callable, *args) -> list:
+    """What ``function(rank, *args)`` returns in two processes that run at the same time, ranks 0 and 1 of a group."""
+    # The two meet at a file: no port that somebody else may have.
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(2, get_context("spawn")) as pool:
+        words = (f"{folder}/rendezvous", function, *args)
+        return list(pool.map(as_rank, (0, 1), *([word] * 2 for word in words)))
+
+
+def as_rank(rank: int, file: str, function: Callable, *args):
+    """``function(rank, *args)``, as one of the two processes that meet at ``file``."""
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    try:
+        return function(rank, *args)
+    finally:  # where one fails, the other is not to wait for it
+        dist.destroy_process_group()
+
+
+@torch.no_grad()
+def learn_beside(rank: int, script: str, script_args, sizes: Sequence[int], repeats: int) -> tuple[tuple, float]:
+    """What updates cost one of two learners that take them at the same time here.
 
     Returns:
         (environments, cost without the sums) of each of ``sizes``; seconds of the last one's sums, waiting included.
     """
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(2, get_context("spawn")) as pool:
-        words = f"{folder}/rendezvous", script, script_args, sizes, repeats
-        costs, _ = pool.map(learn_beside, (0, 1), *([word] * 2 for word in words))
-    return tuple((size, Cost(wall, cores)) for size, (wall, cores, _) in zip(sizes, costs, strict=True)), costs[-1][2]
-
-
-@torch.no_grad()
-def learn_beside(
-    rank: int, file: str, script: str, script_args, sizes: Sequence[int], repeats: int
-) -> list[tuple[float, float, float]]:
-    """One of two learners: (seconds without sums, core seconds, seconds of sums) of an update of each size."""
     module = importlib.import_module(f"leanrl.{script}")
     set_cpu_numerics(script_args.num_threads or 1)
     keep_freed_memory()
     pool = make_pool(script_args.env_id, range(1), script_args.seed, script_args.protocol)
     space, num_actions = pool.single_observation_space, int(pool.single_action_space.n)
     pool.close()
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
     sums = 0.0
 
     def sum_over(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -259,53 +264,43 @@ def learn_beside(
             dist.barrier()
             sums, wall, cores = 0.0, time.perf_counter(), time.process_time()
             update.run(1)
-            costs.append((time.perf_counter() - wall - sums, time.process_time() - cores, sums))
-        found.append(sorted(costs[1:])[repeats // 2])
-    dist.destroy_process_group()
-    return found
+            costs.append((Cost(time.perf_counter() - wall - sums, time.process_time() - cores), sums))
+        cost, last_sums = sorted(costs[1:])[repeats // 2]
+        found.append((size, cost))
+    return tuple(found), last_sums
 
 
-LINKS = """
-import sys, time
-import torch, torch.distributed as dist
-rank, file, sizes, repeats = int(sys.argv[1]), sys.argv[2], [int(n) for n in sys.argv[3:5]], int(sys.argv[5])
-torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-def send(x):
-    if rank == 0:
-        dist.send(x, 1)
-        dist.recv(x[:1], 1)
-    else:
-        dist.recv(x, 0)
-        dist.send(x[:1], 0)
-for operation, size in ((send, sizes[0]), (dist.all_reduce, sizes[1])):
-    for n in (64, max(size, 4096)):
-        x, seconds = torch.zeros(n // 4), []
+def time_links(rank: int, num_bytes: tuple[int, int], repeats: int) -> list[tuple[float, float]]:
+    """(latency, seconds a byte) of a message and of a sum between two processes here.
+
+    Args:
+        num_bytes: of the messages and of the sums that are to be told.
+    """
+    torch.set_num_threads(1)
+
+    def send(x: torch.Tensor) -> None:
+        if rank == 0:
+            dist.send(x, 1)
+            dist.recv(x[:1], 1)
+        else:
+            dist.recv(x, 0)
+            dist.send(x[:1], 0)
+
+    def seconds_of(operation: Callable, size: int) -> float:
+        x, seconds = torch.zeros(size // 4), []
         for _ in range(repeats + 2):
             dist.barrier()
             start = time.perf_counter()
             operation(x)
             seconds.append(time.perf_counter() - start)
-        if rank == 0:
-            print(max(n, 4), sorted(seconds[2:])[repeats // 2])
-dist.barrier()
-dist.destroy_process_group()  # left to the end of the process, gloo's threads may still be there and abort it
-"""
+        return sorted(seconds[2:])[repeats // 2]
 
-
-def measure_links(message_bytes: int, params_bytes: int, repeats: int) -> tuple[tuple[float, float], ...]:
-    """(latency, seconds a byte) of a message and of a sum between two processes here, over gloo."""
-    with tempfile.TemporaryDirectory() as folder:  # the two meet at a file: no port that somebody else may have
-        words = [f"{folder}/rendezvous", str(message_bytes), str(params_bytes), str(max(3, repeats))]
-        ranks = [
-            subprocess.Popen([sys.executable, "-c", LINKS, str(rank), *words], stdout=subprocess.PIPE, text=True)
-            for rank in (0, 1)
-        ]
-        out, _ = [rank.communicate()[0] for rank in ranks]
-    if any(rank.returncode for rank in ranks):
-        raise RuntimeError("two processes could not talk to each other over gloo")
-    (n0, t0), (n1, t1), (m0, r0), (m1, r1) = (tuple(map(float, line.split())) for line in out.splitlines())
-    return (t0, max(t1 - t0, 0.0) / (n1 - n0)), (r0, max(r1 - r0, 0.0) / (m1 - m0))
+    found = []
+    for operation, size in zip((send, dist.all_reduce), num_bytes, strict=True):
+        small, large = 64, max(size, 4096)
+        latency, whole = seconds_of(operation, small), seconds_of(operation, large)
+        found.append((latency, max(whole - latency, 0.0) / (large - small)))
+    return found
 
 
 # --------------------------------------------------------------------------------------------------------- PREDICTION
