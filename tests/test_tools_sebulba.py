@@ -16,6 +16,7 @@ import tyro
 from scripts import summary
 from sebulba_runs import alive
 
+import leanrl.cleanba_impala as impala
 import leanrl.cleanba_ppo as ppo
 from leanrl.support.errors import UsageError
 from leanrl.tools import benchmark, plan_layout, plot, reproduce, timeline, trials
@@ -179,10 +180,9 @@ def test_groups_start_as_slurms_tasks_and_one_that_fails_is_told(tmp_path, capfd
 # -------------------------------------------------------------------------------------------------------------- PLANS
 
 UPDATE = ((24, plan_layout.Cost(2.0, 2.0)), (48, plan_layout.Cost(4.0, 4.0)))
+ROLLOUT = plan_layout.RolloutCost(wall=1.0, cores=1.0, inference=0.6, emulation=0.4)
 PARTS = plan_layout.Parts(
-    inference=0.6,
-    emulation=0.4,
-    rollout=plan_layout.Cost(1.0, 1.0),
+    rollout=((48, ROLLOUT), (96, plan_layout.RolloutCost(*(2 * seconds for seconds in ROLLOUT)))),
     update=UPDATE,
     update_alone=UPDATE,
     update_beside=UPDATE,
@@ -241,22 +241,96 @@ def test_a_plan_knows_the_cores_and_the_lag():
     assert 3.5 < four.sps / one.sps < 4
 
 
+def test_a_plan_of_other_numbers_of_environments():
+    """A straight line through two measurements, which does not fall far below the smaller."""
+    measured = ((8, plan_layout.Cost(2.0, 1.0)), (16, plan_layout.Cost(5.0, 3.0)))
+    costs = [plan_layout.cost_of(num_envs, measured) for num_envs in (8, 12, 16, 24, 1)]
+    assert costs == [(2.0, 1.0), (3.5, 2.0), (5.0, 3.0), (8.0, 5.0), (0.4, 0.2)]
+    seconds = predicted("a0-l0-d1", local_num_envs=24).seconds
+    assert seconds["rollout"] == pytest.approx(0.5) and seconds["update"] == pytest.approx(2.0)
+
+
+def test_alternatives_are_those_that_fit():
+    args = impala.Args(device="cpu", local_num_envs=4, num_actor_threads=2, num_minibatches=4)
+    found = plan_layout.alternatives(["a0-l0-d1", "a0-l1,2-d1", "a0-l1,2,3-d1"], impala, args, cores=4)
+    numbers = {text: [] for text, _ in found}
+    for text, flags in found:
+        numbers[text].append((flags.num_actor_threads, flags.local_num_envs))
+    # A learner needs a multiple of 4 environments, and no more threads than cores are tried.
+    one = [(1, 4), (1, 8), (1, 16), (2, 2), (2, 4), (2, 8), (2, 16), (4, 2), (4, 4), (4, 8), (4, 16)]
+    two = [(1, 8), (1, 16), (2, 4), (2, 8), (2, 16), (4, 2), (4, 4), (4, 8), (4, 16)]
+    assert numbers == {"a0-l0-d1": one, "a0-l1,2-d1": two}
+
+
+def recommended(parts):
+    """Among twice, half and four times the 48 environments of one thread on one core."""
+    args = ppo.Args(device="cpu", local_num_envs=48, num_actor_threads=1)
+    plans = plan_layout.alternatives(["a0-l0-d1"], ppo, args, cores=1)
+    return plan_layout.recommend([plan_layout.predict(text, parts, flags, 1, 1, 1.0) for text, flags in plans])
+
+
+def test_a_recommendation_weighs_environments():
+    flags = "`--actor-device-ids 0 --learner-device-ids 0 --num-actor-threads 1 --local-num-envs"
+    speed = "{} steps a second from {} environments on 1 device; bottleneck: {}"
+    # Where every environment costs the same, few are as fast as many.
+    few = f"a0-l0-d1 with {flags} 24`, {speed.format('1,229', 24, 'update')}"
+    assert recommended(PARTS) == [f"Fastest: {few}", f"Most for each device: {few}"]
+    # 192 environments: a rollout of 4 s, and an update that takes 2 s for any number.
+    fixed = ((24, plan_layout.Cost(2.0, 2.0)), (48, plan_layout.Cost(2.0, 2.0)))
+    many = f"a0-l0-d1 with {flags} 192`, {speed.format('4,096', 192, 'inference')}"
+    assert recommended(replace(PARTS, update_alone=fixed))[0] == f"Fastest: {many}"
+
+
+def test_a_recommendation_takes_the_fewest_environments_that_are_nearly_as_fast():
+    plans = [
+        plan_layout.Prediction(layout, devices, threads, envs, threads * envs * devices, sps, {}, "update")
+        for layout, devices, threads, envs, sps in [
+            ("a0-l0-d1", 1, 2, 24, 1_000.0),
+            ("a0-l0-d1", 1, 2, 48, 1_480.0),
+            ("a0-l0-d1", 1, 2, 96, 1_500.0),
+            ("a0-l0,1-d32", 64, 4, 48, 60_000.0),
+            ("a0-l0,1-d32", 64, 4, 96, 62_000.0),
+        ]
+    ]
+    fastest, thrifty = plan_layout.recommend(plans)
+    assert fastest.startswith("Fastest: a0-l0,1-d32 with `--actor-device-ids 0 --learner-device-ids 0 1 ")
+    assert "--num-actor-threads 4 --local-num-envs 48`, 60,000 steps a second from 12,288 environments" in fastest
+    assert "a0-l0-d1 " in thrifty and "--num-actor-threads 2 --local-num-envs 48`, 1,480 steps" in thrifty
+
+
 def test_the_parts_of_a_plan_are_measured(tmp_path, capsys):
     flags = ("--env-id=CartPole-v1", "--device=cpu", "--local-num-envs=8", "--num-steps=8", "--num-minibatches=2")
     args = plan_layout.Args(layouts=("a0-l0-d1", "a0-l1,2,3-d1"), repeats=1, out=str(tmp_path), script_args=flags)
     threads = torch.get_num_threads()
     assert plan_layout.main(args) == 0
     torch.set_num_threads(threads)
-    out, err = capsys.readouterr()
-    assert "leaving out a0-l1,2,3-d1: --local-num-envs 8" in err
     record = json.loads((tmp_path / "plan_layout.json").read_text())
     assert [p["layout"] for p in record["predictions"]] == ["a0-l0-d1"] and record["predictions"][0]["sps"] > 0
     parts = record["parts"]
-    assert parts["update_alone"] == parts["update"]  # minibatches of 32 rows take one thread
-    assert all(parts[name] > 0 for name in ("inference", "emulation", "rollout_bytes", "params", "steps"))
-    assert [size for size, _ in parts["update_beside"]] == [4, 8] and parts["waiting"] >= 0
-    assert all(wall > 0 and cores > 0 for _, (wall, cores) in parts["update_beside"])
-    assert "Fastest: a0-l0-d1" in out
+    assert parts["update_alone"] == parts["update"]  # minibatches of 64 rows take one thread
+    assert all(parts[name] > 0 for name in ("rollout_bytes", "params", "steps")) and parts["waiting"] >= 0
+    # Two threads of 8 environments.
+    sizes = {"rollout": [8, 16], "update": [16, 32], "update_beside": [16, 32]}
+    assert {name: [size for size, _ in parts[name]] for name in sizes} == sizes
+    assert all(seconds > 0 for name in sizes for _, cost in parts[name] for seconds in cost)
+    assert all(seconds >= 0 for link in (parts["message"], parts["reduction"]) for seconds in link)
+    text = (tmp_path / "table.md").read_text()
+    assert f"- {record['advice'][0]}\n" in text and record["advice"][0].startswith("Fastest: a0-l0-d1")
+    out, err = capsys.readouterr()
+    assert text in out and "leaving out a0-l1,2,3-d1: --local-num-envs 8" in err
+
+
+@pytest.mark.parametrize("script, num_envs, num_threads", [("cleanba_impala", 2, 2), ("cleanba_ppo", 1, 1)])
+def test_a_plan_takes_the_sizes_that_the_script_takes(tmp_path, monkeypatch, script, num_envs, num_threads):
+    """IMPALA's 4 minibatches divide the environments of two threads, not those of one; a thread may have but one."""
+    beside = {plan_layout.time_links: ((0.0, 0.0), (0.0, 0.0)), plan_layout.learn_beside: (UPDATE, 0.0)}
+    monkeypatch.setattr(plan_layout, "in_two_processes", lambda function, *args: [beside[function]] * 2)
+    flags = ("--env-id=CartPole-v1", "--device=cpu", f"--local-num-envs={num_envs}", "--num-steps=8")
+    flags += (f"--num-actor-threads={num_threads}", "--total-timesteps=1")
+    args = plan_layout.Args(script, layouts=("a0-l0-d1",), repeats=1, out=str(tmp_path), script_args=flags)
+    threads = torch.get_num_threads()
+    assert plan_layout.main(args) == 0
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(

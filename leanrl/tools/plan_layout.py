@@ -1,7 +1,8 @@
 """Predicts the speed of distributed layouts from their measured parts, names the bottleneck, and recommends one.
 
-Measured on this machine, with the script's own code: a rollout of one actor thread (inference and emulation), an update
-at two sizes, of one learner and of two at a time, and messages and sums between two processes. Flags after -- are the
+Measured on this machine, with the script's own code, each at two sizes: a rollout of one actor thread (inference and
+emulation), an update of one learner and of two at a time, and messages and sums between two processes. Lines through
+them say what other layouts, and other numbers of actor threads and environments, would take. Flags after -- are the
 script's.
 
     python -m leanrl.tools.plan_layout --script cleanba_ppo -- --env-id Breakout-v5 --torso nature --device cpu
@@ -9,7 +10,8 @@ script's.
 
 On a CPU, devices are virtual and share the cores of their machine. Layouts of several groups are planned with a machine
 like this one for each group, except those that --check runs: they are planned and run on this one. Other machines'
-links are not measured: --link-gbytes is taken for messages between GPUs and between machines.
+links are not measured: --link-gbytes is taken for messages between GPUs and between machines. Nor is what actor threads
+wait for each other in Python, which counts where environments are as fast as CartPole.
 """
 
 import importlib
@@ -20,11 +22,13 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, TypeVar
 
+import gymnasium as gym
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -39,7 +43,7 @@ from leanrl.sebulba.layout import Layout, parse_layout
 from leanrl.sebulba.params import ParamsSource
 from leanrl.sebulba.rollout import Rollout
 from leanrl.support.devices import available_cores, keep_freed_memory, set_cpu_numerics
-from leanrl.support.errors import UsageError, bad, require_at_least, require_positive
+from leanrl.support.errors import UsageError, bad, require_at_least, require_positive, typed
 from leanrl.support.run import synchronize, write_json_atomically
 from leanrl.tools.common import benchmark_record, describe_machine, markdown_table, results_folder, run_tool
 from leanrl.tools.trials import SCRIPTS, read_json, run_groups
@@ -49,6 +53,10 @@ LAYOUTS = (
     *("a0-l0-d1", "a0-l0,1-d1", "a0-l1-d1", "a0-l1,2-d1", "a0-l1,2,3-d1", "a0,1-l2,3-d1"),
     *(f"a0-l1,2,3-d{groups}" for groups in (2, 4, 8, 16, 32)),
 )
+# Times as many actor threads, and environments of each, as the flags say: where the recommendation is looked for.
+FACTORS = (0.5, 1, 2, 4)
+# Part of the best speed that is as good.
+NEARLY = 0.95
 
 
 @dataclass
@@ -79,24 +87,40 @@ class Cost(NamedTuple):
     wall: float
     cores: float
 
-    def __add__(self, other: "Cost") -> "Cost":
-        return Cost(self.wall + other.wall, self.cores + other.cores)
+
+class RolloutCost(NamedTuple):
+    """Of a rollout of one actor thread: its ``Cost``, and the seconds of its two parts."""
+
+    wall: float
+    cores: float
+    inference: float
+    emulation: float
+
+
+AnyCost = TypeVar("AnyCost", Cost, RolloutCost)
+Measured = tuple[tuple[int, AnyCost], tuple[int, AnyCost]]
+"""(environments, cost) twice, the smaller number first"""
+
+
+def cost_of(num_envs: int, measured: Measured[AnyCost]) -> AnyCost:
+    """The cost for so many environments: a straight line through the two that were measured."""
+    (n0, c0), (n1, c1) = measured
+    weight = (num_envs - n0) / (n1 - n0)
+    # Far below both, the line through two noisy numbers may fall under 0.
+    return type(c0)(*(max(a + weight * (b - a), 0.2 * a) for a, b in zip(c0, c1, strict=True)))
 
 
 @dataclass(frozen=True)
 class Parts:
     """What was measured."""
 
-    inference: float
-    """seconds of a rollout of one actor thread"""
-    emulation: float
-    """likewise"""
-    rollout: Cost
-    update: tuple[tuple[int, Cost], tuple[int, Cost]]
-    """(environments, cost) of an update, twice"""
-    update_alone: tuple[tuple[int, Cost], tuple[int, Cost]]
+    rollout: Measured[RolloutCost]
+    """of one actor thread with so many environments"""
+    update: Measured[Cost]
+    """of a learner with so many environments"""
+    update_alone: Measured[Cost]
     """likewise, on as many threads as a learner takes that is the only process"""
-    update_beside: tuple[tuple[int, Cost], tuple[int, Cost]]
+    update_beside: Measured[Cost]
     """likewise, of one of two learners that learn at the same time here, without what their sums take"""
     waiting: float
     """seconds of an update that such a learner waits for the other, beside what the sums themselves take"""
@@ -110,17 +134,12 @@ class Parts:
     steps: int
     """optimiser steps of an update"""
 
-    def update_of(self, num_envs: int, only_process: bool, only_learner: bool) -> Cost:
-        """The cost of an update on so many environments: a straight line through the two that were measured."""
-        (n0, c0), (n1, c1) = self.update_alone if only_process else self.update if only_learner else self.update_beside
-        weight = (num_envs - n0) / (n1 - n0)
-        # Far below both, the line through two noisy numbers may fall under 0.
-        return Cost(*(max(a + weight * (b - a), 0.2 * a) for a, b in zip(c0, c1, strict=True)))
-
 
 class Prediction(NamedTuple):
     layout: str
     devices: int
+    num_actor_threads: int
+    local_num_envs: int
     num_envs: int
     sps: float
     seconds: dict[str, float]
@@ -144,65 +163,87 @@ def timed(fn, repeats: int, device: torch.device) -> Cost:
 
 
 @torch.no_grad()
-def measure(args: Args, module, script_args, device: torch.device) -> Parts:
-    """Measures every part, in this process and, for messages, in two others."""
-    script_args.num_envs = num_envs = script_args.local_num_envs
-    num_threads = script_args.num_threads or 1
+def measure(args: Args, module, script_args, device: torch.device, learner_envs: int) -> Parts:
+    """Measures every part, in this process and, for messages and learners side by side, in two others.
+
+    Args:
+        learner_envs: fewest environments of a learner in what is to be planned. Updates are measured at them and at
+            twice as many: where the minibatches divide a shard, they divide two.
+    """
+    # Of a schedule that no speed depends on: one iteration, which no number of environments is too large for.
+    script_args = replace(script_args, num_envs=1, total_timesteps=script_args.num_steps)
+    num_envs, num_threads = script_args.local_num_envs, script_args.num_threads or 1
     set_cpu_numerics(num_threads)
     keep_freed_memory()
-    layout = Layout((0,), (0,), 1, 1, num_envs)
-    env_threads = script_args.env_threads or max(1, available_cores() // script_args.num_actor_threads)
-    pool = make_pool(script_args.env_id, range(num_envs), script_args.seed, script_args.protocol, env_threads)
-    space, num_actions = pool.single_observation_space, int(pool.single_action_space.n)
-    agent = module.make_agent(space, num_actions, script_args).to(device)
-    source = ParamsSource(torch.zeros(1, device=device), 0, 0, 60)
-    told = (script_args, device, 0, 1, lambda *error: None)
-    thread = ActorThread("actor thread", layout.pieces_of_thread(0, 0), pool, agent, source, *told)
-    thread.warm_up()
-    obs, _ = pool.reset()
-    piece = Rollout.allocate(script_args.num_steps, num_envs, space.shape, torch.from_numpy(obs).dtype, device)
-    resets = torch.zeros(num_envs, dtype=torch.bool).numpy()
-    header = piece.read_header()
-    rollout = timed(lambda: thread.play_rollout([piece], header, obs, resets), args.repeats, device)
-    header = piece.read_header()
-    pool.close()
+    space, num_actions = spaces(script_args)
+    rollouts = []
+    for size in (num_envs, 2 * num_envs):
+        cost, piece = measure_rollout(module, script_args, device, size, args.repeats)
+        rollouts.append((size, cost))
+    rollout_bytes = len(piece.buffer) // (2 * num_envs)
 
     threads_alone = num_threads
     if device.type == "cpu":
         one_process = Layout((0,), (0,), 1, script_args.num_actor_threads, num_envs)
         threads_alone = learner_threads(script_args, one_process, is_image=space.dtype == np.uint8)
-    updates = {}
-    sizes = max(1, num_envs // 2), num_envs
+    updates, sizes = {}, (learner_envs, 2 * learner_envs)
     for threads, size in itertools.product({num_threads, threads_alone}, sizes):
         torch.set_num_threads(threads)
         shard = Rollout.allocate(script_args.num_steps, size, space.shape, piece.obs.dtype, device)
-        for target, filled in zip(shard.columns(), piece.columns(), strict=True):
-            target.copy_(filled[:, :size])
+        for target, played in zip(shard.columns(), piece.columns(), strict=True):
+            target.copy_(played[:, torch.arange(size) % (2 * num_envs)])
         update, params = make_update(module, script_args, num_actions, space, Shards([0], [shard], 1, sum_in_order))
         cost = timed(lambda update=update: update.run(1), args.repeats, device)
         updates[threads] = (*updates.get(threads, ()), (size, cost))
-    num_bytes = len(piece.buffer)
     if device.type == "cuda":  # what two processes on a CPU do says nothing about GPUs
         message = reduction = (20e-6, 1 / (1e9 * args.link_gbytes))
         beside, waiting = updates[num_threads], 0.0
     else:
-        message, reduction = in_two_processes(time_links, (num_bytes, 4 * params), max(3, args.repeats))[0]
+        num_bytes = rollout_bytes * num_envs, 4 * params
+        message, reduction = in_two_processes(time_links, num_bytes, max(3, args.repeats))[0]
         beside, sums = in_two_processes(learn_beside, args.script, script_args, sizes, args.repeats)[0]
         waiting = max(0.0, sums - update.num_steps * (reduction[0] + reduction[1] * 4 * params))
     return Parts(
-        inference=header.inference + header.device_to_host,
-        emulation=header.env_step,
-        rollout=rollout,
+        rollout=tuple(rollouts),
         update=updates[num_threads],
         update_alone=updates[threads_alone],
         update_beside=beside,
         waiting=waiting,
         message=message,
         reduction=reduction,
-        rollout_bytes=num_bytes // num_envs,
+        rollout_bytes=rollout_bytes,
         params=params,
         steps=update.num_steps,
     )
+
+
+def spaces(script_args) -> tuple[gym.spaces.Box, int]:
+    """The observations and the number of actions of the script's environment."""
+    pool = make_pool(script_args.env_id, range(1), script_args.seed, script_args.protocol)
+    pool.close()
+    return pool.single_observation_space, int(pool.single_action_space.n)
+
+
+def measure_rollout(
+    module, script_args, device: torch.device, num_envs: int, repeats: int
+) -> tuple[RolloutCost, Rollout]:
+    """What a rollout of one actor thread with so many environments costs, and the last one that was played."""
+    env_threads = script_args.env_threads or max(1, available_cores() // script_args.num_actor_threads)
+    pool = make_pool(script_args.env_id, range(num_envs), script_args.seed, script_args.protocol, env_threads)
+    space = pool.single_observation_space
+    agent = module.make_agent(space, int(pool.single_action_space.n), script_args).to(device)
+    pieces = Layout((0,), (0,), 1, 1, num_envs).pieces_of_thread(0, 0)
+    source = ParamsSource(torch.zeros(1, device=device), 0, 0, 60)
+    told = (script_args, device, 0, 1, lambda *error: None)
+    thread = ActorThread("actor thread", pieces, pool, agent, source, *told)
+    thread.warm_up()
+    obs, _ = pool.reset()
+    piece = Rollout.allocate(script_args.num_steps, num_envs, space.shape, torch.from_numpy(obs).dtype, device)
+    resets, header = np.zeros(num_envs, bool), piece.read_header()
+    cost = timed(lambda: thread.play_rollout([piece], header, obs, resets), repeats, device)
+    pool.close()
+    header = piece.read_header()
+    return RolloutCost(*cost, header.inference + header.device_to_host, header.env_step), piece
 
 
 def make_update(module, script_args, num_actions: int, space, shards: Shards) -> tuple[Update, int]:
@@ -233,7 +274,9 @@ def as_rank(rank: int, file: str, function: Callable, *args):
 
 
 @torch.no_grad()
-def learn_beside(rank: int, script: str, script_args, sizes: Sequence[int], repeats: int) -> tuple[tuple, float]:
+def learn_beside(
+    rank: int, script: str, script_args, sizes: Sequence[int], repeats: int
+) -> tuple[Measured[Cost], float]:
     """What updates cost one of two learners that take them at the same time here.
 
     Returns:
@@ -242,9 +285,7 @@ def learn_beside(rank: int, script: str, script_args, sizes: Sequence[int], repe
     module = importlib.import_module(f"leanrl.{script}")
     set_cpu_numerics(script_args.num_threads or 1)
     keep_freed_memory()
-    pool = make_pool(script_args.env_id, range(1), script_args.seed, script_args.protocol)
-    space, num_actions = pool.single_observation_space, int(pool.single_action_space.n)
-    pool.close()
+    space, num_actions = spaces(script_args)
     sums = 0.0
 
     def sum_over(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -306,6 +347,26 @@ def time_links(rank: int, num_bytes: tuple[int, int], repeats: int) -> list[tupl
 # --------------------------------------------------------------------------------------------------------- PREDICTION
 
 
+def layout_of(text: str, script_args) -> Layout:
+    """The layout of that name with the script's threads, environments and shards; UsageError where they do not fit."""
+    actors, learners, num_groups = parse_layout(text)
+    return Layout.of(replace(script_args, actor_device_ids=actors, learner_device_ids=learners), num_groups)
+
+
+def alternatives(layouts: Sequence[str], module, script_args, cores: int) -> list[tuple[str, object]]:
+    """(layout, flags): each layout with FACTORS times as many threads and environments, where the script takes them."""
+    given = script_args.num_actor_threads
+    threads = sorted({min(int(factor * given), max(cores, given)) for factor in FACTORS})
+    local_num_envs = [int(factor * script_args.local_num_envs) for factor in FACTORS]
+    found = []
+    for text, num_threads, num_envs in itertools.product(layouts, threads, local_num_envs):
+        other = replace(script_args, num_actor_threads=num_threads, local_num_envs=num_envs)
+        with suppress(UsageError):
+            module.validate_shards(other, layout_of(text, other))
+            found.append((text, other))
+    return found
+
+
 def predict(text: str, parts: Parts, script_args, cores: int, machines: int, link_gbytes: float) -> Prediction:
     """The speed of a layout.
 
@@ -313,19 +374,19 @@ def predict(text: str, parts: Parts, script_args, cores: int, machines: int, lin
         cores: of a machine.
         machines: that the groups are spread over.
     """
-    actors, learners, num_groups = parse_layout(text)
-    threads, local = script_args.num_actor_threads, script_args.local_num_envs
-    layout = Layout(actors, learners, num_groups, threads, local)
-    groups = math.ceil(num_groups / machines)
+    layout = layout_of(text, script_args)
+    actors, learners, threads = layout.actor_device_ids, layout.learner_device_ids, layout.num_actor_threads
+    groups = math.ceil(layout.num_groups / machines)
     num_threads, num_learners = groups * len(actors) * threads, groups * len(learners)
-    update = parts.update_of(
-        layout.num_envs // layout.num_learners,
-        only_process=len(layout.parts) == 1,
-        only_learner=num_learners == 1 or script_args.device != "cpu",
-    )
-    rollout = max(parts.rollout.wall, num_threads * parts.rollout.cores / cores)
+    if len(layout.parts) == 1:
+        updates = parts.update_alone
+    else:
+        updates = parts.update if num_learners == 1 or script_args.device != "cpu" else parts.update_beside
+    update = cost_of(layout.num_envs // layout.num_learners, updates)
+    play = cost_of(layout.local_num_envs, parts.rollout)
+    rollout = max(play.wall, num_threads * play.cores / cores)
     if script_args.device != "cpu":  # the threads of a device share it
-        rollout = max(rollout, threads * parts.inference)
+        rollout = max(rollout, threads * play.inference)
     updating = max(update.wall, num_learners * update.cores / cores)
 
     # Every byte that leaves its process; a machine's messages share its memory or its link.
@@ -349,7 +410,7 @@ def predict(text: str, parts: Parts, script_args, cores: int, machines: int, lin
         reduction = parts.steps * (latency * math.log2(n) + per_byte * 4 * parts.params * 2 * (n - 1) / n)
         reduction += parts.waiting
     seconds = {"rollout": rollout, "transfer": transfer, "update": updating, "all-reduce": reduction}
-    work = (num_threads * parts.rollout.cores + num_learners * update.cores) / cores
+    work = (num_threads * play.cores + num_learners * update.cores) / cores
     learning = transfer + updating + reduction
     shared = script_args.device == "cpu" or set(actors) & set(learners)
     whole = rollout + learning
@@ -357,27 +418,30 @@ def predict(text: str, parts: Parts, script_args, cores: int, machines: int, lin
         whole = max(rollout, learning, work) if script_args.device == "cpu" or not shared else whole
     slowest = max(seconds, key=seconds.get)
     if slowest == "rollout":
-        slowest = "emulation" if parts.emulation > parts.inference else "inference"
-    devices = len(layout.parts)
-    return Prediction(text, devices, layout.num_envs, layout.num_envs * script_args.num_steps / whole, seconds, slowest)
+        slowest = "emulation" if play.emulation > play.inference else "inference"
+    sps = layout.num_envs * script_args.num_steps / whole
+    numbers = len(layout.parts), threads, layout.local_num_envs, layout.num_envs
+    return Prediction(text, *numbers, sps, seconds, slowest)
 
 
-def recommend(predictions: Sequence[Prediction], parts: Parts, cores: int) -> list[str]:
-    """Advice in sentences."""
-    fastest = max(predictions, key=lambda p: p.sps)
-    thrifty = max(predictions, key=lambda p: p.sps / p.devices)
-    threads = min(max(1, cores), 1 + math.ceil(parts.emulation / max(parts.inference, 1e-9)))
-    (_, half), (_, full) = parts.update
-    grows = full.wall < 1.7 * half.wall
-    return [
-        f"Fastest: {fastest.layout}, {fastest.sps:,.0f} steps a second; its bottleneck is {fastest.bottleneck}.",
-        f"Most for each device: {thrifty.layout}, {thrifty.sps / thrifty.devices:,.0f} steps a second.",
-        f"Actor threads: {threads}, so that some emulate while one infers"
-        f" ({parts.emulation:.2g} s against {parts.inference:.2g} s a rollout).",
-        f"Environments: more; an update of twice as many takes {full.wall / half.wall:.1f} times as long."
-        if grows
-        else "Environments: enough; an update's time grows with their number.",
-    ]
+def recommend(predictions: Sequence[Prediction]) -> list[str]:
+    """Advice in sentences: actors, learners, threads and environments, for the most speed and for the most of a device.
+
+    Of those that are NEARLY as good as the best, the one with the fewest environments is named: from more of them a run
+    of as many steps learns in fewer, larger updates.
+    """
+
+    def name(what: str, value: Callable[[Prediction], float]) -> str:
+        enough = NEARLY * max(map(value, predictions))
+        good = (p for p in predictions if value(p) >= enough)
+        best = min(good, key=lambda p: (p.num_envs, p.devices, p.num_actor_threads))
+        actors, learners, _ = parse_layout(best.layout)
+        flags = f"--actor-device-ids {typed(actors)} --learner-device-ids {typed(learners)}"
+        flags += f" --num-actor-threads {best.num_actor_threads} --local-num-envs {best.local_num_envs}"
+        speed = f"{best.sps:,.0f} steps a second from {best.num_envs:,} environments on {best.devices} device"
+        return f"{what}: {best.layout} with `{flags}`, {speed}{'s' * (best.devices > 1)}; bottleneck: {best.bottleneck}"
+
+    return [name("Fastest", lambda p: p.sps), name("Most for each device", lambda p: p.sps / p.devices)]
 
 
 # -------------------------------------------------------------------------------------------------------------- CHECK
@@ -424,39 +488,42 @@ def main(args: Args) -> int:
     validate_runtime(script_args)
     device = resolve_devices(script_args)
     script_args.device = device.type
-    layouts = []
+    layouts = {}
     for text in dict.fromkeys((*args.check, *args.layouts)):
-        actors, learners, groups = parse_layout(text)
+        parse_layout(text)  # what is none is refused, whatever the flags
         try:
-            layout = Layout(actors, learners, groups, script_args.num_actor_threads, script_args.local_num_envs)
+            layout = layout_of(text, script_args)
             module.validate_shards(script_args, layout)
         except UsageError as error:
             if text in args.check:
                 raise
             print(f"leaving out {text}: {error}", file=sys.stderr, flush=True)
-            continue
-        layouts.append(text)
+        else:
+            layouts[text] = layout
     if not layouts:
         raise bad("layouts", args.layouts, "none of them fits the script's flags")
 
     out = results_folder(args, "plan_layout")
     print("measuring the parts", flush=True)
     cores = available_cores()
-    parts = measure(args, module, script_args, device)
-    predictions = []
-    for text in layouts:
-        machines = 1 if text in args.check else parse_layout(text)[-1]
-        predictions.append(predict(text, parts, script_args, cores, machines, args.link_gbytes))
+    learner_envs = min(layout.num_envs // layout.num_learners for layout in layouts.values())
+    parts = measure(args, module, script_args, device, learner_envs)
+
+    def speed(text: str, numbers) -> Prediction:
+        machines = 1 if text in args.check else layouts[text].num_groups
+        return predict(text, parts, numbers, cores, machines, args.link_gbytes)
+
+    predictions = [speed(text, script_args) for text in layouts]
+    advice = recommend([speed(*plan) for plan in alternatives(layouts, module, script_args, cores)])
     measured = {}
     for text in args.check:
         print(f"running {text}", flush=True)
         measured[text] = run_layout(text, args, script_args, out / "runs")
     record = {**benchmark_record("plan_layout", device), "parts": asdict(parts), "measured": measured}
-    record["predictions"] = [prediction._asdict() for prediction in predictions]
+    record |= {"predictions": [prediction._asdict() for prediction in predictions], "advice": advice}
     write_json_atomically(out / "plan_layout.json", record)
-    advice = "\n".join(f"- {line}" for line in recommend(predictions, parts, cores))
     text = f"{args.script}, {script_args.env_id}, {describe_machine(record['machine'])}\n\n"
-    text += f"{render(predictions, measured)}\n\n{advice}"
+    text += "\n".join([render(predictions, measured), "", *(f"- {line}" for line in advice)])
     (out / "table.md").write_text(text + "\n")
     print(f"\n{text}\n\nJSON: {out / 'plan_layout.json'}")
     return 0
