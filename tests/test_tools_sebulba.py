@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -316,8 +317,7 @@ def test_the_parts_of_a_plan_are_measured(tmp_path, capsys):
     assert all(seconds >= 0 for link in (parts["message"], parts["reduction"]) for seconds in link)
     text = (tmp_path / "table.md").read_text()
     assert f"- {record['advice'][0]}\n" in text and record["advice"][0].startswith("Fastest: a0-l0-d1")
-    out, err = capsys.readouterr()
-    assert text in out and "leaving out a0-l1,2,3-d1: --local-num-envs 8" in err
+    assert "Left out:\n\n- a0-l1,2,3-d1: --local-num-envs 8: " in text and text in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("script, num_envs, num_threads", [("cleanba_impala", 2, 2), ("cleanba_ppo", 1, 1)])
@@ -331,6 +331,16 @@ def test_a_plan_takes_the_sizes_that_the_script_takes(tmp_path, monkeypatch, scr
     threads = torch.get_num_threads()
     assert plan_layout.main(args) == 0
     torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("local_num_envs", [1, 8, 48])
+def test_the_default_plan_reaches_128_devices(local_num_envs):
+    args = ppo.Args(local_num_envs=local_num_envs)
+    layouts = []
+    for text in plan_layout.LAYOUTS:
+        with suppress(UsageError):
+            layouts.append(plan_layout.layout_of(text, args))
+    assert {1, 2, 8, 32, 128} <= {len(layout.parts) for layout in layouts}
 
 
 @pytest.mark.parametrize(

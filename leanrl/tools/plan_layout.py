@@ -48,9 +48,10 @@ from leanrl.support.run import synchronize, write_json_atomically
 from leanrl.tools.common import benchmark_record, describe_machine, markdown_table, results_folder, run_tool
 from leanrl.tools.trials import SCRIPTS, read_json, run_groups
 
-# Up to 128 devices.
+# Up to 128 devices, twice: where three learners cannot share a group's environments, a learner of its own fits any.
 LAYOUTS = (
     *("a0-l0-d1", "a0-l0,1-d1", "a0-l1-d1", "a0-l1,2-d1", "a0-l1,2,3-d1", "a0,1-l2,3-d1"),
+    *(f"a0-l0-d{groups}" for groups in (2, 8, 32, 128)),
     *(f"a0-l1,2,3-d{groups}" for groups in (2, 4, 8, 16, 32)),
 )
 # Times as many actor threads, and environments of each, as the flags say: where the recommendation is looked for.
@@ -488,7 +489,7 @@ def main(args: Args) -> int:
     validate_runtime(script_args)
     device = resolve_devices(script_args)
     script_args.device = device.type
-    layouts = {}
+    layouts, left_out = {}, {}
     for text in dict.fromkeys((*args.check, *args.layouts)):
         parse_layout(text)  # what is none is refused, whatever the flags
         try:
@@ -497,11 +498,11 @@ def main(args: Args) -> int:
         except UsageError as error:
             if text in args.check:
                 raise
-            print(f"leaving out {text}: {error}", file=sys.stderr, flush=True)
+            left_out[text] = str(error)
         else:
             layouts[text] = layout
     if not layouts:
-        raise bad("layouts", args.layouts, "none of them fits the script's flags")
+        raise bad("layouts", args.layouts, f"none fits the script's flags ({'; '.join(set(left_out.values()))})")
 
     out = results_folder(args, "plan_layout")
     print("measuring the parts", flush=True)
@@ -520,10 +521,13 @@ def main(args: Args) -> int:
         print(f"running {text}", flush=True)
         measured[text] = run_layout(text, args, script_args, out / "runs")
     record = {**benchmark_record("plan_layout", device), "parts": asdict(parts), "measured": measured}
-    record |= {"predictions": [prediction._asdict() for prediction in predictions], "advice": advice}
+    record["predictions"] = [prediction._asdict() for prediction in predictions]
+    record |= {"left_out": left_out, "advice": advice}
     write_json_atomically(out / "plan_layout.json", record)
     text = f"{args.script}, {script_args.env_id}, {describe_machine(record['machine'])}\n\n"
     text += "\n".join([render(predictions, measured), "", *(f"- {line}" for line in advice)])
+    if left_out:
+        text += "\n".join(["\n\nLeft out:\n", *(f"- {name}: {reason}" for name, reason in left_out.items())])
     (out / "table.md").write_text(text + "\n")
     print(f"\n{text}\n\nJSON: {out / 'plan_layout.json'}")
     return 0
