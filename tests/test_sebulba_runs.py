@@ -423,15 +423,33 @@ def test_a_launcher_refuses_in_one_line(tmp_path):
     assert (code, out) == (2, "cleanba_ppo.py: --seed 4294967296: must be between 0 and 2**32 - 1\n")
 
 
-@pytest.mark.parametrize("name", ["most_frames", "best_convergence"])
-def test_presets_are_flags_that_fit(name):
+@pytest.mark.parametrize(
+    "name, num_threads, num_envs, num_steps", [("most_frames", 10, 768, 64), ("best_convergence", 6, 192, 128)]
+)
+def test_presets_are_sebulbas_numbers(name, num_threads, num_envs, num_steps):
+    """Its tpu-v4-max-fps and tpu-v4-max-convergence, where a batch size is that of one learner of three."""
     module = importlib.import_module("leanrl.cleanba_ppo")
     words = (REPOSITORY / "leanrl" / "sebulba" / "presets" / name).read_text().split()
     args = parse_args(module.Args, "cleanba_ppo", words)
     module.validate(args)
     layout = Layout.of(args)
     module.validate_shards(args, layout)
-    assert str(layout) == "a0-l1,2,3-d1" and layout.num_envs == args.num_actor_threads * args.local_num_envs > 300
+    assert str(layout) == "a0-l1,2,3-d1" and layout.num_envs == num_threads * num_envs
+    assert (args.num_actor_threads, args.local_num_envs, args.num_steps) == (num_threads, num_envs, num_steps)
+    assert (args.learning_rate, args.num_minibatches, args.update_epochs) == (1e-3, 16, 2)
+    assert (args.protocol, args.env_id, args.total_timesteps) == ("cleanrl", "Breakout-v5", 100_000_000)
+
+
+@pytest.mark.parametrize("script", DISTRIBUTED)
+@pytest.mark.parametrize("learners", ["0", "0 1", "1 2", "1 2 3", "1 2 3 4", "1 2 3 4 5 6"])
+def test_environments_of_cleanbas_readme_fit(script, learners):
+    """120 of each thread, in every layout that it names."""
+    module = importlib.import_module(f"leanrl.{script}")
+    flags = ["--actor-device-ids", "0", "--learner-device-ids", *learners.split(), "--local-num-envs", "120"]
+    args = parse_args(module.Args, script, flags)
+    layout = Layout.of(args)
+    module.validate_shards(args, layout)
+    assert layout.num_envs == 240 and layout.num_shards == len(learners.split())
 
 
 def test_help_names_cleanbas_flags():
