@@ -9,7 +9,7 @@ class Float32Linear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features], float32 or bfloat16 -> [..., out_features], float32"""
-        if not torch.is_autocast_enabled(x.device.type):
+        if x.dtype == torch.float32:  # no autocast around this, or the layer before had given bfloat16
             return super().forward(x)
         with torch.autocast(x.device.type, enabled=False):
             return super().forward(x.float())
