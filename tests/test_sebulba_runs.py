@@ -167,9 +167,10 @@ def test_a_stop_finishes_the_update_and_no_more(monkeypatch, tmp_path, script):
         return update._replace(run=run)
 
     monkeypatch.setattr(module, "make_update", watched)
-    assert run_alone(monkeypatch, script, *tiny(tmp_path, "--total-timesteps=25600")) == 0
+    assert run_alone(monkeypatch, script, *tiny(tmp_path, "--total-timesteps=25600", "--log-frequency=2")) == 0
     assert asked == [1, 2, 3, 4, 5] and summary(tmp_path / "run")["interrupted"]
     assert last_step(tmp_path / "run") == newest_checkpoint(tmp_path / "run")[0] == 5 * 256
+    assert [row["global_step"] for row in read_metrics(tmp_path / "run")] == [2 * 256, 4 * 256, 5 * 256]
 
 
 def test_resuming_with_other_groups_is_refused(monkeypatch, capsys, tmp_path):
@@ -235,13 +236,16 @@ def test_resume_restores_all(monkeypatch, capsys, tmp_path, script):
 
 
 def test_stops_on_a_return_and_on_time(monkeypatch, tmp_path):
-    forever = "--total-timesteps=100000000"
-    assert run_alone(monkeypatch, "cleanba_impala", *tiny(tmp_path / "return", forever, "--target-return=40")) == 0
+    flags = ["--total-timesteps=100000000", "--log-frequency=100000"]
+    assert run_alone(monkeypatch, "cleanba_impala", *tiny(tmp_path / "return", *flags, "--target-return=40")) == 0
     result = summary(tmp_path / "return" / "run")
     assert result["episodic_return"] > 35 and not result["interrupted"] and result["global_step"] < 1_000_000
-    assert run_alone(monkeypatch, "cleanba_ppo", *tiny(tmp_path / "time", forever, "--max-seconds=2")) == 0
+    (row,) = read_metrics(tmp_path / "return" / "run")  # a log point at the end has all that ended since the last
+    assert (row["global_step"], row["charts/episodes"]) == (result["global_step"], result["episodes"])
+    assert run_alone(monkeypatch, "cleanba_ppo", *tiny(tmp_path / "time", *flags, "--max-seconds=2")) == 0
     result = summary(tmp_path / "time" / "run")
     assert 2 <= result["wall_seconds"] < 10 and not result["interrupted"]
+    assert [row["global_step"] for row in read_metrics(tmp_path / "time" / "run")] == [result["global_step"]]
 
 
 # ---------------------------------------------------------------------------------------------------------- LAUNCHERS

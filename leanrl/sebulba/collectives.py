@@ -150,10 +150,10 @@ class Collectives:
             dist.all_gather(reports, message, group=self._learners)
         return torch.stack(reports).cpu()
 
-    def send_params(self, params: torch.Tensor, stop: bool) -> None:
+    def send_params(self, params: torch.Tensor, is_last: bool) -> None:
         """Sends ``params`` [P], and whether this was the last iteration, to the actors that have no learner."""
         if self._actors is not None:
-            self._share(torch.cat([params, params.new_tensor([float(stop)])]))
+            self._share(torch.cat([params, params.new_tensor([float(is_last)])]))
 
     def receive_params(self, params: torch.Tensor) -> bool:
         """Overwrites ``params`` with what the first learner of this group sent; whether this was the last iteration."""

@@ -158,7 +158,7 @@ def work(
             _lead(run, args, algorithm, layout, agent, optimizer, update, learner, first, last)
         else:
             for number in range(first + 1, last + 1):
-                if learner.iterate(number, last, lambda: stop.requested)[-1]:
+                if learner.iterate(number, last, lambda: stop.requested).is_last:
                     break
 
 
@@ -201,11 +201,11 @@ def _lead(run: Run, args, algorithm, layout, agent, optimizer, update, learner, 
     run.start_clock()
     try:
         for number in range(first + 1, last + 1):
-            reports, losses, stop = learner.iterate(number, last, stop_requested)
+            iteration = learner.iterate(number, last, stop_requested)
             run.optimizer_steps += update.num_steps
-            records.add(number, reports, losses, optimizer)
-            if stop:
-                if any(report.stop for report in reports) and not enough:
+            records.add(iteration, optimizer)
+            if iteration.is_last:
+                if any(report.stop for report in iteration.reports) and not enough:
                     run.request_stop()  # the signal may have reached another process only
                 break
     finally:
