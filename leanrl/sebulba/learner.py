@@ -30,6 +30,8 @@ class Iteration(NamedTuple):
     """of all learners"""
     losses: torch.Tensor
     """in the order of the algorithm's ``loss_names``"""
+    optimizer_steps: int
+    """how many it took"""
     is_last: bool
     """whether the run ends with it: the same for all"""
 
@@ -98,7 +100,7 @@ class Learner:
         self._collectives.send_params(self._optimizer.params, is_last)
         if self._source is not None:
             self._source.publish(number, self._optimizer.params)
-        return Iteration(number, reports, losses, is_last)
+        return Iteration(number, reports, losses, self._update.num_steps, is_last)
 
 
 class Records:
@@ -124,9 +126,9 @@ class Records:
     def add(self, iteration: Iteration, optimizer: FlatParameters) -> None:
         """Counts an iteration; logs and checkpoints where it is time to, and logs the last one always."""
         run, args = self._run, self._run.args
-        number, reports, losses, is_last = iteration
-        batch_size = self._layout.num_envs * args.num_steps
-        run.global_step += batch_size
+        number, reports, losses, optimizer_steps, is_last = iteration
+        run.global_step += self._layout.num_envs * args.num_steps
+        run.optimizer_steps += optimizer_steps
         run.record_episodes(*ended_episodes(reports))
         self._timeline.write(json.dumps(self._spans(number, reports)) + "\n")
         if number % args.log_frequency == 0 or is_last:
