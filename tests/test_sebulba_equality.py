@@ -92,6 +92,15 @@ def test_the_comparison_notices(monkeypatch, tmp_path, fault):
     assert fingerprint(run_here(monkeypatch, tmp_path / "wrong", run)) != fingerprint(right)
 
 
+@pytest.mark.cuda
+def test_exact_reduction_forbids_kernels_that_vary(monkeypatch, tmp_path):
+    for name, value in (("deterministic", False), ("benchmark", True)):
+        monkeypatch.setattr(torch.backends.cudnn, name, value)
+    flags = ["--device=cuda", "--exact-reduction", "--num-shards=2", "--total-timesteps=512"]
+    assert run_alone(monkeypatch, "cleanba_impala", *tiny(tmp_path, *flags)) == 0
+    assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
+
+
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_wrong_lag_ends_the_run(monkeypatch, tmp_path, capsys, lag):
     """Actors that take a version too old, as "the latest there is" may be; the learner notices."""

@@ -81,6 +81,9 @@ class Worker:
         seed_everything(args.seed)
         set_cpu_numerics(learner_threads(args, layout, is_image=self._space.dtype == np.uint8))
         keep_freed_memory()
+        if args.exact_reduction and device.type == "cuda":
+            # cuDNN's fastest gradients of convolutions add up in an order that changes from call to call.
+            torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
         agent = self._make_agent()
         optimizer = self._algorithm.make_optimizer(agent, args)
         with ExitStack() as stack:
