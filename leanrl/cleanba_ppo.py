@@ -476,12 +476,15 @@ def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray
 
 def main(args: Args) -> None:
     validate(args)
-    network_flags = ("torso", "channels", "hidden")
-    start(
-        args,
-        __file__,
-        Algorithm(make_agent, make_optimizer, make_update, validate_shards, network_flags, LOSS_NAMES),
+    algorithm = Algorithm(
+        make_agent=make_agent,
+        make_optimizer=make_optimizer,
+        make_update=make_update,
+        validate=validate_shards,
+        network_flags=("torso", "channels", "hidden"),
+        loss_names=LOSS_NAMES,
     )
+    start(args, __file__, algorithm)
 
 
 if __name__ == "__main__":

@@ -69,6 +69,20 @@ def test_silence_is_told_however_short_the_timeout(capfd):
     assert re.fullmatch(r"learner 7 \(rank 9\) has not answered for \d s\n", capfd.readouterr().err)
 
 
+def test_a_failure_that_is_told_after_a_signal_is_heard(capfd):
+    """By a child that a signal does not end, and that has not come to its own end yet."""
+    stalls = """
+import os, signal, time
+told = b'{"kind": "stall", "message": "learner 7 (rank 9): waited 2 s for a rollout"}\\n'
+signal.signal(signal.SIGTERM, lambda *_: os.write(int(os.environ["LEANRL_STATUS_FD"]), told))
+os.kill(os.getppid(), signal.SIGTERM)
+time.sleep(60)
+"""
+    child = Child("learner 7 (rank 9)", [sys.executable, "-c", stalls], dict(os.environ))
+    assert supervise([child], timeout=60) == 1
+    assert capfd.readouterr().err == "learner 7 (rank 9): waited 2 s for a rollout\n"
+
+
 def test_a_launcher_that_was_stopped_goes_on(endless, tmp_path):
     """As after Ctrl-Z and fg: it has heard of nobody for longer than the timeout, but they are all there."""
     launcher, ranks = endless("cleanba_impala", "--timeout=4")

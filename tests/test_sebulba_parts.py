@@ -31,6 +31,8 @@ LAYOUTS = [
     ("a0-l0-d2", 2, 24),
     ("a0-l1,2-d3", 4, 8),
     ("a2,0-l0,5-d2", 3, 8),
+    ("a0-l1,0-d1", 2, 48),
+    ("a0,1-l2,1-d2", 2, 12),
 ]
 
 
@@ -46,6 +48,9 @@ def test_every_environment_has_one_thread_and_one_learner(text, threads, envs, s
     assert str(layout) == text and layout.num_envs == 96
     played = [e for a in range(layout.num_actors) for t in range(threads) for e in layout.thread_envs(a, t)]
     assert played == list(range(96))
+    for role in ("actor", "learner"):  # numbers rise with the rank, by which a collective orders what it returns
+        numbers = [getattr(part, role) for part in layout.parts]
+        assert [n for n in numbers if n is not None] == list(range(getattr(layout, f"num_{role}s")))
     served = [s for learner in range(layout.num_learners) for s in layout.shards_of(learner)]
     assert served == list(range(layout.num_shards))
     for learner in range(layout.num_learners):

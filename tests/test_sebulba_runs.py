@@ -17,10 +17,11 @@ from gymnasium.spaces import Box, Discrete
 from scripts import course, newest_checkpoint, run, summary
 from sebulba_runs import DISTRIBUTED, finish, last_line, launch, ranks_of, run_alone, tiny, wait_for_log
 
+from leanrl.sebulba import collectives
 from leanrl.sebulba.algorithm import Shards
-from leanrl.sebulba.collectives import sum_in_order
 from leanrl.sebulba.layout import Layout
 from leanrl.sebulba.rollout import Rollout
+from leanrl.sebulba.status import PeerLost
 from leanrl.support.atari import PROTOCOLS
 from leanrl.support.cli import parse_args
 from leanrl.support.errors import UsageError
@@ -166,9 +167,10 @@ def test_a_stop_finishes_the_update_and_no_more(monkeypatch, tmp_path, script):
         return update._replace(run=run)
 
     monkeypatch.setattr(module, "make_update", watched)
-    assert run_alone(monkeypatch, script, *tiny(tmp_path, "--total-timesteps=25600")) == 0
+    assert run_alone(monkeypatch, script, *tiny(tmp_path, "--total-timesteps=25600", "--log-frequency=2")) == 0
     assert asked == [1, 2, 3, 4, 5] and summary(tmp_path / "run")["interrupted"]
     assert last_step(tmp_path / "run") == newest_checkpoint(tmp_path / "run")[0] == 5 * 256
+    assert [row["global_step"] for row in read_metrics(tmp_path / "run")] == [2 * 256, 4 * 256, 5 * 256]
 
 
 def test_resuming_with_other_groups_is_refused(monkeypatch, capsys, tmp_path):
@@ -195,6 +197,16 @@ def test_groups_with_other_flags_are_refused(tmp_path, free_port):
     assert last_line(out).endswith(
         "learner 1 (rank 1) was started with other flags than actor 0 and learner 0 (rank 0)"
     )
+
+
+def test_a_group_that_never_comes_is_not_waited_for_long(monkeypatch, free_port):
+    """Its lead may have refused a flag that is bad for it alone."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(collectives, "RENDEZVOUS_SECONDS", 1.0)
+    layout = Layout((0,), (0,), num_groups=2)
+    with pytest.raises(PeerLost, match=f"did not all come to 127.0.0.1:{free_port} within 1 s"):
+        collectives.Collectives(layout, layout.parts[1], torch.device("cpu"), timeout=60, exact=False)
 
 
 @pytest.mark.parametrize("script", DISTRIBUTED)
@@ -224,13 +236,16 @@ def test_resume_restores_all(monkeypatch, capsys, tmp_path, script):
 
 
 def test_stops_on_a_return_and_on_time(monkeypatch, tmp_path):
-    forever = "--total-timesteps=100000000"
-    assert run_alone(monkeypatch, "cleanba_impala", *tiny(tmp_path / "return", forever, "--target-return=40")) == 0
+    flags = ["--total-timesteps=100000000", "--log-frequency=100000"]
+    assert run_alone(monkeypatch, "cleanba_impala", *tiny(tmp_path / "return", *flags, "--target-return=40")) == 0
     result = summary(tmp_path / "return" / "run")
     assert result["episodic_return"] > 35 and not result["interrupted"] and result["global_step"] < 1_000_000
-    assert run_alone(monkeypatch, "cleanba_ppo", *tiny(tmp_path / "time", forever, "--max-seconds=2")) == 0
+    (row,) = read_metrics(tmp_path / "return" / "run")  # a log point at the end has all that ended since the last
+    assert (row["global_step"], row["charts/episodes"]) == (result["global_step"], result["episodes"])
+    assert run_alone(monkeypatch, "cleanba_ppo", *tiny(tmp_path / "time", *flags, "--max-seconds=2")) == 0
     result = summary(tmp_path / "time" / "run")
     assert 2 <= result["wall_seconds"] < 10 and not result["interrupted"]
+    assert [row["global_step"] for row in read_metrics(tmp_path / "time" / "run")] == [result["global_step"]]
 
 
 # ---------------------------------------------------------------------------------------------------------- LAUNCHERS
@@ -292,7 +307,7 @@ def random_shards(num_shards, obs_shape=(4,), num_steps=16, num_envs=8):
             flag.copy_(torch.rand(flag.shape, generator=generator) < 0.1)
         rollout.dones.copy_(rollout.terminations | (torch.rand(rollout.dones.shape, generator=generator) < 0.1))
         rollouts.append(rollout)
-    return Shards(range(num_shards), rollouts, num_shards, sum_in_order)
+    return Shards(range(num_shards), rollouts, num_shards, collectives.sum_in_order)
 
 
 MODES = [

@@ -6,9 +6,11 @@ import math
 import shutil
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
+import envpool
 import gymnasium as gym
 import imageio.v2 as imageio
 import numpy as np
@@ -17,7 +19,9 @@ import torch
 import torch.nn.functional as F
 from scripts import ATARI, KINDS, SCRIPTS, run, tiny, tiny_env
 
+from leanrl import cleanba_ppo
 from leanrl.ppo_continuous_action import Agent
+from leanrl.sebulba.environments import make_pool
 from leanrl.support import evaluation
 from leanrl.support.errors import UsageError
 from leanrl.tools import evaluate
@@ -145,8 +149,6 @@ def test_returns_are_those_of_a_rollout_by_hand(script, trained):
 @pytest.mark.parametrize("script", ATARI[1:], indirect=True)
 def test_scores_are_those_of_whole_games_by_hand(script, trained):
     """EnvPool's own loop: no lost life ends a game, rewards are the console's, actions are the policy's samples."""
-    import envpool
-
     seeds = [int(np.random.SeedSequence([4, 1_000_000]).generate_state(1)[0] >> 1)]
     pool = envpool.make("Breakout-v5", env_type="gymnasium", num_envs=1, seed=seeds, noop_max=30)
     saved = evaluation.load_model(trained)
@@ -165,6 +167,39 @@ def test_scores_are_those_of_whole_games_by_hand(script, trained):
 
 def pool_spaces(pool) -> SimpleNamespace:
     return SimpleNamespace(single_action_space=pool.action_space)
+
+
+def untrained_distributed(run_dir: Path, env_id: str) -> Path:
+    """A run directory of cleanba_ppo with a random policy for an environment of EnvPool's."""
+    torch.manual_seed(0)
+    with closing(make_pool(env_id, range(1), 1, "cleanba")) as pool:
+        agent = cleanba_ppo.make_agent(
+            pool.single_observation_space, int(pool.single_action_space.n), cleanba_ppo.Args()
+        )
+    facts = {"script": "cleanba_ppo", "args": {"env_id": env_id, "protocol": "cleanba"}}
+    run_dir.mkdir()
+    (run_dir / "args.json").write_text(json.dumps(facts))
+    torch.save({**facts, "model": {"agent": agent.state_dict(), "network": {}}}, run_dir / "model.pt")
+    return run_dir
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "LunarLander-v3", "Blackjack-v1"])
+def test_distributed_agents_play_in_envpool(tmp_path, env_id):
+    """Gymnasium has the three, too: with other dice, not without Box2D, and with other observations."""
+    run_dir = untrained_distributed(tmp_path / "run", env_id)
+    seed = int(np.random.SeedSequence([4, 1_000_000]).generate_state(1)[0] >> 1)
+    with closing(make_pool(env_id, range(1), 1, "cleanba")) as spaces:
+        policy = cleanba_ppo.load_policy(evaluation.load_model(run_dir)["model"], spaces)
+    pool = envpool.make(env_id, env_type="gymnasium", num_envs=1, seed=[seed])
+    obs, _ = pool.reset()
+    returns = [0.0]
+    while len(returns) <= 3:
+        obs, reward, terminated, truncated, _ = pool.step(policy(obs))
+        returns[-1] += float(reward[0])
+        if terminated[0] or truncated[0]:
+            returns.append(0.0)
+            obs, *_ = pool.step(np.zeros(1, int))
+    assert evaluation.play(run_dir, 3, seed=4) == returns[:3]
 
 
 @pytest.mark.parametrize("script", ATARI[1:], indirect=True)
@@ -307,6 +342,20 @@ def test_video_of_a_game_shows_the_console(run_dir, monkeypatch):
     # Breakout's bricks are in colour.
     assert np.ptp(frames[0], axis=2).max() > 100
     assert (np.abs(np.diff(frames, axis=0)).sum((1, 2, 3)) > 0).mean() > 0.5
+
+
+def test_video_of_a_distributed_agent_is_envpools(tmp_path, monkeypatch, capsys):
+    run_dir = untrained_distributed(tmp_path / "lander", "LunarLander-v3")  # Gymnasium needs Box2D for it
+    expected = evaluation.play(run_dir, 1)
+    assert evaluate_cli(monkeypatch, run_dir, "--episodes", 1, "--capture-video") == 0
+    assert returns_of(run_dir) == expected  # filming changes nothing
+    frames = np.stack(imageio.mimread(run_dir / "videos" / "evaluation_seed0.mp4", memtest=False)).astype(int)
+    assert frames.shape[1:] == (400, 600, 3) and len(frames) > 30
+    assert np.abs(frames[-1] - frames[0]).mean() > 0.5
+    capsys.readouterr()
+    cards = untrained_distributed(tmp_path / "cards", "Blackjack-v1")
+    line = one_line(monkeypatch, capsys, cards, "--capture-video")
+    assert line == "evaluate: --capture-video: cannot film Blackjack-v1 here: EnvPool does not draw it"
 
 
 def test_frames_of_odd_size(tmp_path):

@@ -46,7 +46,8 @@ def sum_in_parts(gradient: Callable[[torch.Tensor], torch.Tensor], parts: Sequen
     return total
 
 
-class Algorithm(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
     """A script's parts; ``args`` are the script's."""
 
     make_agent: Callable[[gym.spaces.Box, int, object], nn.Module]

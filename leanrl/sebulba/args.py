@@ -48,11 +48,12 @@ class SebulbaArgs(RunArgs):
     """parts of the global batch with a permutation and normalisation of their own; by default one a learner. Runs with
     as many shards and environments compute the same updates in every layout."""
     exact_reduction: bool = False
-    """parameters are bitwise equal over layouts: gradients are gathered and summed in the order of the shards, and
-    inference runs in blocks of one shard"""
+    """parameters are bitwise equal over layouts, which was shown on CPUs only: gradients are gathered and summed in the
+    order of the shards, and inference runs in blocks of one shard"""
     timeout: float = 1800.0
-    """seconds after which a wait for another process or thread is a stall that ends the run; must be more than an
-    update or a rollout takes. A process that gives no sign of life ends it after a minute at most."""
+    """seconds after which a wait for another process or thread is a stall that ends the run; must be more than the
+    compilation at the start, an update or a rollout takes. A process that gives no sign of life ends it after a minute
+    at most, one that never comes after five."""
 
     log_frequency: int = 10
     """updates between log points"""

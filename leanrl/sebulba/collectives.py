@@ -20,6 +20,8 @@ from leanrl.sebulba.status import PeerLost
 from leanrl.support.run import synchronize
 
 SUPERVISOR_STORE = "LEANRL_SUPERVISOR_STORE"
+# Processes are started together and compile later: one that has not come by then has failed, and told why elsewhere.
+RENDEZVOUS_SECONDS = 300.0
 
 
 @contextmanager
@@ -39,8 +41,11 @@ class Collectives:
     Args:
         layout, part: who is there, and which of them this is.
         device: where messages are.
-        timeout: seconds until a wait for a peer is an error.
+        timeout: seconds until a wait for a peer is an error; RENDEZVOUS_SECONDS at most until all are there.
         exact: sum in the order of the shards, the same in every layout; costs the memory of a gradient a shard.
+
+    Raises:
+        PeerLost: a process does not come.
     """
 
     def __init__(self, layout: Layout, part: Part, device: torch.device, timeout: float, exact: bool) -> None:
@@ -53,8 +58,9 @@ class Collectives:
         if self._alone:
             return
         limit = datetime.timedelta(seconds=timeout)
-        with waiting_for(f"the other processes, at the rendezvous at {os.environ.get('MASTER_ADDR')}"):
-            store = _rendezvous(part.rank, len(layout.parts), limit)
+        store = _rendezvous(part.rank, len(layout.parts), min(timeout, RENDEZVOUS_SECONDS))
+        store.set_timeout(limit)  # NCCL's groups meet there when they first are used, long after
+        with waiting_for("another process, which did not set its connections up"):
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
                 store=store,
@@ -144,10 +150,10 @@ class Collectives:
             dist.all_gather(reports, message, group=self._learners)
         return torch.stack(reports).cpu()
 
-    def send_params(self, params: torch.Tensor, stop: bool) -> None:
+    def send_params(self, params: torch.Tensor, is_last: bool) -> None:
         """Sends ``params`` [P], and whether this was the last iteration, to the actors that have no learner."""
         if self._actors is not None:
-            self._share(torch.cat([params, params.new_tensor([float(stop)])]))
+            self._share(torch.cat([params, params.new_tensor([float(is_last)])]))
 
     def receive_params(self, params: torch.Tensor) -> bool:
         """Overwrites ``params`` with what the first learner of this group sent; whether this was the last iteration."""
@@ -161,12 +167,15 @@ class Collectives:
             dist.broadcast(message, self._params_from, group=self._actors)
 
 
-def _rendezvous(rank: int, world_size: int, limit: datetime.timedelta) -> dist.Store:
+def _rendezvous(rank: int, world_size: int, seconds: float) -> dist.Store:
     """Where the processes find each other: at the supervisor, at torchrun's agent, or at rank 0."""
-    if SUPERVISOR_STORE in os.environ:
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        return dist.TCPStore(host, port, is_master=False, timeout=limit)
-    store, *_ = next(rendezvous("env://", rank, world_size, timeout=limit))
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    limit = datetime.timedelta(seconds=seconds)
+    late = f"did not all come to {host}:{port} within {seconds:g} s; a group that has failed says why"
+    with waiting_for(f"the other processes, which {late}"):
+        if SUPERVISOR_STORE in os.environ:
+            return dist.TCPStore(host, port, is_master=False, timeout=limit)
+        store, *_ = next(rendezvous("env://", rank, world_size, timeout=limit))
     # torchrun's agent may keep its store over a restart, and with it the addresses of the processes before.
     return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 

@@ -18,7 +18,7 @@ from leanrl.sebulba.layout import Layout
 from leanrl.sebulba.mailbox import Stopped
 from leanrl.sebulba.status import Status
 from leanrl.sebulba.supervisor import Child, supervise
-from leanrl.sebulba.worker import work
+from leanrl.sebulba.worker import Worker
 from leanrl.support.cli import run_directory
 from leanrl.support.errors import UsageError, bad
 from leanrl.support.run import seed_everything
@@ -115,7 +115,7 @@ def _run_rank(args, script_file: str, algorithm: Algorithm, layout: Layout, devi
         torch.cuda.set_device(device)
     status = Status(part.name)
     try:
-        work(args, script_file, algorithm, layout, part, device, status)
+        Worker(args, script_file, algorithm, layout, part, device, status).run()
     except UsageError:
         raise
     except Stopped:  # an actor thread has failed, and told it

@@ -15,9 +15,9 @@ class Part(NamedTuple):
     group: int
     device_id: int
     actor: int | None
-    """number of its actor device among those of all groups; None where no actor threads run here"""
+    """number of its actor device among those of all groups, by rank; None where no actor threads run here"""
     learner: int | None
-    """number of its learner among those of all groups; None where none runs here"""
+    """number of its learner among those of all groups, by rank; None where none runs here"""
 
     @property
     def name(self) -> str:
@@ -97,7 +97,7 @@ class Layout:
             raise bad("local_num_envs", local_num_envs, f"{what}; use a multiple of {step}")
         self.shard_size = self.num_envs // self.num_shards
         self.shards_per_learner = self.num_shards // self.num_learners
-        # Actor devices first: rank 0 acts, and where it learns too it is also the first learner.
+        # Actor devices first: rank 0 acts, and where it learns too it is the first learner.
         self.device_ids = tuple(dict.fromkeys((*actor_device_ids, *learner_device_ids)))
         self.parts = tuple(self._part(rank) for rank in range(num_groups * len(self.device_ids)))
 
@@ -106,7 +106,9 @@ class Layout:
         device_id = self.device_ids[local]
 
         def number(ids: tuple[int, ...]) -> int | None:
-            return group * len(ids) + ids.index(device_id) if device_id in ids else None
+            # By rank, whatever the order of the flag: a collective returns what it gathers in the order of the ranks.
+            by_rank = [device for device in self.device_ids if device in ids]
+            return group * len(ids) + by_rank.index(device_id) if device_id in ids else None
 
         return Part(rank, group, device_id, number(self.actor_device_ids), number(self.learner_device_ids))
 

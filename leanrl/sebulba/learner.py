@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,20 @@ from leanrl.support.optim import FlatParameters
 from leanrl.support.run import Run, synchronize
 
 TIMELINE_FILE = "timeline.jsonl"
+
+
+class Iteration(NamedTuple):
+    """What every learner knows of one, once it is over."""
+
+    number: int
+    reports: list[Report]
+    """of all learners"""
+    losses: torch.Tensor
+    """in the order of the algorithm's ``loss_names``"""
+    optimizer_steps: int
+    """how many it took"""
+    is_last: bool
+    """whether the run ends with it: the same for all"""
 
 
 class Learner:
@@ -53,17 +68,12 @@ class Learner:
         self._args = args
         self._num_pieces = max(len(layout.pieces_of_learner(i)) for i in range(layout.num_learners))
 
-    def iterate(
-        self, number: int, last: int, stop_requested: Callable[[], bool]
-    ) -> tuple[list[Report], torch.Tensor, bool]:
+    def iterate(self, number: int, last: int, stop_requested: Callable[[], bool]) -> Iteration:
         """Trains on rollout ``number`` and passes the new parameters on.
 
         Args:
             last: number of the last rollout.
             stop_requested: whether this process was asked to stop; called after the update.
-
-        Returns:
-            the reports of all learners, the losses, and whether this was the last iteration: the same for all.
 
         Raises:
             RuntimeError: the learners' parameters differ.
@@ -79,18 +89,18 @@ class Learner:
         check = number % self._args.checksum_frequency == 0 or number == last
         sum_of_bits = checksum(self._optimizer.params) if check else 0
         told = [header for _, header in headers]
-        stop = stop_requested() or any(header.stop for header in told)
-        written = write_report(stop, sum_of_bits, times, told, self._shards, self._num_pieces)
+        asked_to_stop = stop_requested() or any(header.stop for header in told)
+        written = write_report(asked_to_stop, sum_of_bits, times, told, self._shards, self._num_pieces)
         reports = read_reports(self._layout, self._collectives.gather_reports(written), self._args.num_steps)
         for learner, report in enumerate(reports):
             if report.checksum != reports[0].checksum:
                 names = [self._layout.learner_part(i).name for i in (learner, 0)]
                 raise RuntimeError(f"the parameters of {' and '.join(names)} differ after update {number}")
-        stop = number == last or any(report.stop for report in reports)
-        self._collectives.send_params(self._optimizer.params, stop)
+        is_last = number == last or any(report.stop for report in reports)
+        self._collectives.send_params(self._optimizer.params, is_last)
         if self._source is not None:
             self._source.publish(number, self._optimizer.params)
-        return reports, losses, stop
+        return Iteration(number, reports, losses, self._update.num_steps, is_last)
 
 
 class Records:
@@ -113,14 +123,15 @@ class Records:
     def close(self) -> None:
         self._timeline.close()
 
-    def add(self, number: int, reports: Sequence[Report], losses: torch.Tensor, optimizer: FlatParameters) -> None:
-        """Counts an iteration; logs and checkpoints where it is time to."""
+    def add(self, iteration: Iteration, optimizer: FlatParameters) -> None:
+        """Counts an iteration; logs and checkpoints where it is time to, and logs the last one always."""
         run, args = self._run, self._run.args
-        batch_size = self._layout.num_envs * args.num_steps
-        run.global_step += batch_size
+        number, reports, losses, optimizer_steps, is_last = iteration
+        run.global_step += self._layout.num_envs * args.num_steps
+        run.optimizer_steps += optimizer_steps
         run.record_episodes(*ended_episodes(reports))
         self._timeline.write(json.dumps(self._spans(number, reports)) + "\n")
-        if number % args.log_frequency == 0 or run.global_step == run.total_steps:
+        if number % args.log_frequency == 0 or is_last:
             named = {f"losses/{name}": value for name, value in zip(self._loss_names, losses.tolist(), strict=True)}
             run.log({"charts/learning_rate": optimizer.lr.item(), **named, **stats(number, reports)})
         if run.checkpoint_due():

@@ -28,6 +28,7 @@ class Report(NamedTuple):
     """A learner's, read back."""
 
     stop: bool
+    """whether the learner, or an actor that feeds it, was asked to stop"""
     checksum: int
     times: Times
     pieces: list[tuple[Piece, Header]]

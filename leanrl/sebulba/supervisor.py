@@ -154,7 +154,9 @@ class Supervisor:
             return 0
         if 2 in codes:  # bad input, which the child has told in one line
             return 2
-        if self._signals and all(code in (None, 0, *(-number for number in FORWARDED)) for code in codes):
+        told = any(child.failures for child in self._children)
+        ended = {-number for number in FORWARDED}
+        if self._signals and not told and ended & {*codes} and {*codes} <= {None, 0, *ended}:
             return 128 + self._signals[0]  # asked to stop before it had begun
         print(self._explain(), file=sys.stderr, flush=True)
         return 1

@@ -5,13 +5,14 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 
 import numpy as np
 import torch
+import torch.nn as nn
 
 from leanrl.sebulba.actor import ActorThread
-from leanrl.sebulba.algorithm import Algorithm, Shards
+from leanrl.sebulba.algorithm import Algorithm, Shards, Update
 from leanrl.sebulba.args import SebulbaArgs, learner_threads
 from leanrl.sebulba.collectives import Collectives
 from leanrl.sebulba.environments import make_pool
@@ -27,6 +28,7 @@ from leanrl.support.devices import available_cores, keep_freed_memory, set_cpu_n
 from leanrl.support.errors import UsageError
 from leanrl.support.executables import untouched
 from leanrl.support.hub import upload_run
+from leanrl.support.optim import FlatParameters
 from leanrl.support.run import Run, seed_everything
 from leanrl.support.signals import StopRequest
 
@@ -40,126 +42,196 @@ def flags_digest(args: SebulbaArgs) -> int:
     return int(hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:15], 16)
 
 
-@torch.no_grad()
-def work(
-    args: SebulbaArgs,
-    script_file: str,
-    algorithm: Algorithm,
-    layout: Layout,
-    part: Part,
-    device: torch.device,
-    status: Status,
-) -> None:
-    """Runs one process to the end of the run.
+class Worker:
+    """One process of a run: actor threads, a learner, or both.
 
     Args:
         args: the script's, validated.
         script_file: ``__file__`` of the script.
+        algorithm: the script's.
         layout, part: who is there, and which of them this is.
         device: of this process.
         status: tells failures of the actor threads.
-    """
-    batch_size = layout.num_envs * args.num_steps
-    last = args.total_timesteps // batch_size
-    seed_everything(args.seed)
-    with ExitStack() as stack:
-        lead = part.learner == 0
-        example = make_pool(args.env_id, range(1), args.seed, args.protocol)
-        space, num_actions = example.single_observation_space, int(example.single_action_space.n)
-        example.close()
-        set_cpu_numerics(learner_threads(args, layout, is_image=space.dtype == np.uint8))
-        keep_freed_memory()
-        agent = algorithm.make_agent(space, num_actions, args).to(device)
-        optimizer = algorithm.make_optimizer(agent, args)
 
-        # Before the rendezvous: a run directory that exists is refused at once.
-        run = Run(args, script_file, device, total_steps=last * batch_size) if lead else None
-        collectives = Collectives(layout, part, device, args.timeout, args.exact_reduction)
-        stack.callback(collectives.close)
-        if lead and run.resumed is not None:
+    Raises:
+        UsageError: the environment is not there, or not one to learn.
+    """
+
+    def __init__(
+        self,
+        args: SebulbaArgs,
+        script_file: str,
+        algorithm: Algorithm,
+        layout: Layout,
+        part: Part,
+        device: torch.device,
+        status: Status,
+    ) -> None:
+        self._args, self._script_file, self._algorithm = args, script_file, algorithm
+        self._layout, self._part, self._device, self._status = layout, part, device, status
+        self._batch_size = layout.num_envs * args.num_steps
+        self._last = args.total_timesteps // self._batch_size
+        with closing(make_pool(args.env_id, range(1), args.seed, args.protocol)) as example:
+            self._space, self._num_actions = example.single_observation_space, int(example.single_action_space.n)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Works to the end of the run."""
+        args, layout, part, device = self._args, self._layout, self._part, self._device
+        seed_everything(args.seed)
+        set_cpu_numerics(learner_threads(args, layout, is_image=self._space.dtype == np.uint8))
+        keep_freed_memory()
+        if args.exact_reduction and device.type == "cuda":
+            # cuDNN's fastest gradients of convolutions add up in an order that changes from call to call.
+            torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+        agent = self._make_agent()
+        optimizer = self._algorithm.make_optimizer(agent, args)
+        with ExitStack() as stack:
+            # Before the rendezvous: a run directory that exists is refused at once.
+            total_steps = self._last * self._batch_size
+            run = Run(args, self._script_file, device, total_steps) if part.learner == 0 else None
+            collectives = Collectives(layout, part, device, args.timeout, args.exact_reduction)
+            stack.callback(collectives.close)
+            start = self._share_start(run, agent, optimizer, collectives)
+            # From here on all stop together, whichever of them a signal reaches.
+            stop = stack.enter_context(StopRequest(quiet=True))
+
+            first = start // self._batch_size
+            acts, learns = part.actor is not None, part.learner is not None
+            source = ParamsSource(optimizer.params, first, args.policy_lag, args.timeout) if acts else None
+            threads = self._make_threads(source, start) if acts else []
+            shards = self._make_shards() if learns else []
+            pipeline = Pipeline(layout, part, threads, shards, collectives, args.policy_lag, first)
+            if run is not None:
+                stack.enter_context(run)
+            with run.warmup(errors_end=True) if run is not None else nullcontext():
+                for thread in threads:
+                    thread.warm_up()
+                update = self._make_update(agent, optimizer, shards, collectives) if learns else None
+                # On a GPU the threads have streams of their own, which would not wait for what was launched here.
+                collectives.barrier()
+            stack.callback(_stop_threads, threads, source)
+            # Told first: ending the threads, and a process group that is broken, may take a while.
+            stack.push(_teller(self._status))
+            for thread in threads:
+                thread.start()
+
+            numbers = range(first + 1, self._last + 1)
+            if not learns:
+                for number in numbers:
+                    # Rollouts out, parameters in.
+                    pipeline.exchange(number, stop.requested)
+                    if collectives.receive_params(optimizer.params):
+                        break
+                    source.publish(number, optimizer.params)
+                return
+            learner = Learner(layout, part, pipeline, shards, update, optimizer, collectives, source, args)
+            if run is None:
+                for number in numbers:
+                    if learner.iterate(number, self._last, lambda: stop.requested).is_last:
+                        break
+            else:
+                if stop.requested:
+                    run.request_stop()
+                self._lead(run, learner, agent, optimizer, numbers)
+
+    def _make_agent(self) -> nn.Module:
+        return self._algorithm.make_agent(self._space, self._num_actions, self._args).to(self._device)
+
+    def _share_start(
+        self, run: Run | None, agent: nn.Module, optimizer: FlatParameters, collectives: Collectives
+    ) -> int:
+        """Gives every process the parameters and optimiser of the one that has the run; returns the step it is at.
+
+        Raises:
+            UsageError: this process was started with other flags than that.
+        """
+        if run is not None and run.resumed is not None:
             agent.load_state_dict(run.resumed["agent"])
             optimizer.load_state_dict(run.resumed["optimizer"])
-        facts = torch.tensor([run.global_step if lead else 0, flags_digest(args)])
+        digest = flags_digest(self._args)
+        facts = torch.tensor([run.global_step if run is not None else 0, digest])
         collectives.broadcast([*optimizer.tensors(), facts])
         start, digest_of_lead = facts.tolist()
-        if digest_of_lead != flags_digest(args):
-            raise UsageError(f"{part.name} was started with other flags than {layout.learner_part(0).name}")
-        # From here on all stop together, whichever of them a signal reaches.
-        stop = stack.enter_context(StopRequest(quiet=True))
-        first = start // batch_size
+        if digest != digest_of_lead:
+            lead = self._layout.learner_part(0)
+            raise UsageError(f"{self._part.name} was started with other flags than {lead.name}")
+        return start
 
+    def _make_threads(self, source: ParamsSource, start: int) -> list[ActorThread]:
+        """The actor threads of this process; the run is taken up at step ``start``."""
+        args, layout, actor = self._args, self._layout, self._part.actor
         # Threads of environments are shared by the actor threads of this machine, as far as it is known.
         num_pools = len(layout.actor_device_ids) * layout.num_actor_threads
         env_threads = args.env_threads or max(1, available_cores() // num_pools)
-        source, threads = None, []
-        if part.actor is not None:
-            source = ParamsSource(optimizer.params, first, args.policy_lag, args.timeout)
-            for index in range(layout.num_actor_threads):
-                envs = layout.thread_envs(part.actor, index)
-                threads.append(
-                    ActorThread(
-                        layout.thread_name(part.actor, index),
-                        layout.pieces_of_thread(part.actor, index),
-                        make_pool(args.env_id, envs, args.seed, args.protocol, env_threads, start),
-                        algorithm.make_agent(space, num_actions, args).to(device),
-                        source,
-                        args,
-                        device,
-                        first,
-                        last,
-                        status.fail_in_thread,
-                    )
-                )
-        shards = []
-        if part.learner is not None:
-            dtype, shape = torch.from_numpy(space.sample()).dtype, space.shape
-            shards = [
-                Rollout.allocate(args.num_steps, layout.shard_size, shape, dtype, device)
-                for _ in layout.shards_of(part.learner)
-            ]
-        pipeline = Pipeline(layout, part, threads, shards, collectives, args.policy_lag, first)
+        return [
+            ActorThread(
+                layout.thread_name(actor, index),
+                layout.pieces_of_thread(actor, index),
+                make_pool(args.env_id, layout.thread_envs(actor, index), args.seed, args.protocol, env_threads, start),
+                self._make_agent(),
+                source,
+                args,
+                self._device,
+                start // self._batch_size,
+                self._last,
+                self._status.fail_in_thread,
+            )
+            for index in range(layout.num_actor_threads)
+        ]
 
-        if lead:
-            stack.enter_context(run)
-        with run.warmup(errors_end=True) if lead else nullcontext():
-            for thread in threads:
-                thread.warm_up()
-            if part.learner is not None:
-                numbers = layout.shards_of(part.learner)
-                update = algorithm.make_update(
-                    agent,
-                    optimizer,
-                    Shards(numbers, shards, layout.num_shards, collectives.sum_over_shards),
-                    args,
-                    device,
-                )
-                with untouched(optimizer.tensors(), device):
-                    update.warm_up()
-            # On a GPU the threads have streams of their own, which would not wait for what was launched on this one.
-            collectives.barrier()
-        stack.callback(_stop_threads, threads, source)
-        # Told first: ending the threads, and a process group that is broken, may take a while.
-        stack.push(_teller(status))
-        for thread in threads:
-            thread.start()
+    def _make_shards(self) -> list[Rollout]:
+        """What the learner of this process trains on."""
+        dtype, shape = torch.from_numpy(self._space.sample()).dtype, self._space.shape
+        return [
+            Rollout.allocate(self._args.num_steps, self._layout.shard_size, shape, dtype, self._device)
+            for _ in self._layout.shards_of(self._part.learner)
+        ]
 
-        if part.learner is None:
-            # Rollouts out, parameters in.
-            for number in range(first + 1, last + 1):
-                pipeline.exchange(number, stop.requested)
-                if collectives.receive_params(optimizer.params):
+    def _make_update(
+        self, agent: nn.Module, optimizer: FlatParameters, rollouts: list[Rollout], collectives: Collectives
+    ) -> Update:
+        """The algorithm's update, compiled and captured."""
+        numbers = self._layout.shards_of(self._part.learner)
+        shards = Shards(numbers, rollouts, self._layout.num_shards, collectives.sum_over_shards)
+        update = self._algorithm.make_update(agent, optimizer, shards, self._args, self._device)
+        with untouched(optimizer.tensors(), self._device):
+            update.warm_up()
+        return update
+
+    def _lead(self, run: Run, learner: Learner, agent: nn.Module, optimizer: FlatParameters, numbers: range) -> None:
+        """Takes the updates ``numbers`` and keeps the run directory."""
+        args = self._args
+
+        def state_dict() -> dict:
+            return {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
+
+        records = Records(run, self._layout, self._algorithm.loss_names, state_dict)
+        enough = False
+
+        def stop_requested() -> bool:
+            nonlocal enough
+            enough = enough or _enough(run, args)
+            return enough or run.stop_requested
+
+        run.restore_rng()
+        run.start_clock()
+        try:
+            for number in numbers:
+                iteration = learner.iterate(number, self._last, stop_requested)
+                records.add(iteration, optimizer)
+                if iteration.is_last:
+                    if any(report.stop for report in iteration.reports) and not enough:
+                        run.request_stop()  # the signal may have reached another process only
                     break
-                source.publish(number, optimizer.params)
-            return
-        learner = Learner(layout, part, pipeline, shards, update, optimizer, collectives, source, args)
-        if lead:
-            if stop.requested:
-                run.request_stop()
-            _lead(run, args, algorithm, layout, agent, optimizer, update, learner, first, last)
-        else:
-            for number in range(first + 1, last + 1):
-                if learner.iterate(number, last, lambda: stop.requested)[-1]:
-                    break
+        finally:
+            records.close()
+        run.finish(state_dict())
+        if args.save_model or args.upload_model:
+            network = {name: getattr(args, name) for name in self._algorithm.network_flags}
+            run.save_model({"agent": agent.state_dict(), "network": network})
+            if args.upload_model:
+                print(f"model: {upload_run(run.dir, args.hf_entity)}", flush=True)
 
 
 def _teller(status: Status) -> Callable:
@@ -181,41 +253,6 @@ def _stop_threads(threads: list[ActorThread], source: ParamsSource | None) -> No
     deadline = time.monotonic() + JOIN_SECONDS
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-
-
-def _lead(run: Run, args, algorithm, layout, agent, optimizer, update, learner, first: int, last: int) -> None:
-    """The main thread of the learner that owns the run directory."""
-
-    def state_dict() -> dict:
-        return {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
-
-    records = Records(run, layout, algorithm.loss_names, state_dict)
-    enough = False
-
-    def stop_requested() -> bool:
-        nonlocal enough
-        enough = enough or _enough(run, args)
-        return enough or run.stop_requested
-
-    run.restore_rng()
-    run.start_clock()
-    try:
-        for number in range(first + 1, last + 1):
-            reports, losses, stop = learner.iterate(number, last, stop_requested)
-            run.optimizer_steps += update.num_steps
-            records.add(number, reports, losses, optimizer)
-            if stop:
-                if any(report.stop for report in reports) and not enough:
-                    run.request_stop()  # the signal may have reached another process only
-                break
-    finally:
-        records.close()
-    run.finish(state_dict())
-    if args.save_model or args.upload_model:
-        network = {name: getattr(args, name) for name in algorithm.network_flags}
-        run.save_model({"agent": agent.state_dict(), "network": network})
-        if args.upload_model:
-            print(f"model: {upload_run(run.dir, args.hf_entity)}", flush=True)
 
 
 def _enough(run: Run, args) -> bool:

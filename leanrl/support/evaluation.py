@@ -104,11 +104,10 @@ def play(
         UsageError: no usable model, or nothing here that can render.
     """
     saved = load_model(run_dir)
-    env_id = saved["args"]["env_id"]
     protocol = atari_protocol(training_script(run_dir, saved), saved["args"])
     if sticky and protocol is None:
-        raise UsageError(f"--sticky: {env_id} has none; sticky actions are for Atari games")
-    envs, renderer = make_evaluation_envs(env_id, seed, video is not None, protocol, sticky)
+        raise UsageError(f"--sticky: {saved['args']['env_id']} has none; sticky actions are for Atari games")
+    envs, renderer = make_evaluation_envs(saved["args"], seed, video is not None, protocol, sticky)
     returns = []
     with closing(envs):
         policy = load_policy(run_dir, saved, envs)
@@ -125,29 +124,35 @@ def play(
 
 def atari_protocol(script: ModuleType, args: dict) -> AtariProtocol | None:
     """How a run played its Atari game: by its --protocol, or its script's PROTOCOL; None where it played none."""
-    if args["env_id"] in gym.registry:
-        return None
-    if "protocol" in args:
+    if is_distributed(args):
         return PROTOCOLS[args["protocol"]] if args["env_id"] in atari_games() else None
     return getattr(script, "PROTOCOL", None)
 
 
-def make_evaluation_envs(env_id: str, seed: int, rendering: bool, protocol: AtariProtocol | None, sticky: bool):
-    """One environment with a seed that no training environment has, and what renders it."""
+def is_distributed(args: dict) -> bool:
+    """Whether ``args`` are a distributed script's; all environments of those are EnvPool's."""
+    return "protocol" in args
+
+
+def make_evaluation_envs(args: dict, seed: int, rendering: bool, protocol: AtariProtocol | None, sticky: bool):
+    """One environment as a run with ``args`` had them, with a seed that none of those had, and what renders it."""
+    env_id, render_mode = args["env_id"], "rgb_array" if rendering else None
+    seeds = env_seeds(seed, 1, EVALUATION_INDEX)
     if protocol is not None:
         if rendering:
             require_ffmpeg()
-        render_mode = "rgb_array" if rendering else None
         at = {"first_index": EVALUATION_INDEX, "num_threads": 1}
         envs = make_atari_envs(env_id, 1, seed, protocol.for_evaluation(sticky), render_mode=render_mode, **at)
         return envs, envs
-    if env_id not in gym.registry and env_id in require_envpool(env_id).list_all_envs():
+    # Gymnasium's environment of that name may have other observations, or need packages that EnvPool does without.
+    trained_on_envpool = is_distributed(args) or env_id not in gym.registry
+    if trained_on_envpool and env_id in require_envpool(env_id).list_all_envs():
         if rendering:
-            raise UsageError(f"--capture-video: cannot film {env_id} here: EnvPool does not draw it")
-        envs = EnvPoolVectorEnv(env_id, env_seeds(seed, 1, EVALUATION_INDEX), 1)
+            require_envpool_drawing(env_id)
+        envs = EnvPoolVectorEnv(env_id, seeds, 1, render_mode=render_mode)
         return envs, envs
     env = make_rendering_env(env_id) if rendering else make_env(env_id)
-    return SerialVectorEnv([env], env_seeds(seed, 1, EVALUATION_INDEX)), env
+    return SerialVectorEnv([env], seeds), env
 
 
 def _play_episode(
@@ -191,6 +196,17 @@ def require_ffmpeg() -> None:
         ) from None
 
 
+def require_envpool_drawing(env_id: str) -> None:
+    """UsageError unless EnvPool draws ``env_id``, which it does not say before it is asked to."""
+    require_ffmpeg()
+    with closing(EnvPoolVectorEnv(env_id, [0], 1, render_mode="rgb_array")) as envs:
+        envs.reset()
+        try:
+            envs.render()
+        except RuntimeError:
+            raise UsageError(f"--capture-video: cannot film {env_id} here: EnvPool does not draw it") from None
+
+
 def make_rendering_env(env_id: str) -> gym.Env:
     """An environment that renders to arrays; it has drawn its first frame, so what is missing here is known.
 
@@ -225,7 +241,8 @@ def make_rendering_env(env_id: str) -> gym.Env:
 def film(env: gym.Env | gym.vector.VectorEnv, path: Path):
     """Gives a function ``show(step, done)`` that films the state of ``env`` after each step of one episode.
 
-    Plays at the environment's own speed; of more than MAX_VIDEO_FPS frames a second every n-th is kept, and the last.
+    Plays at the environment's own speed, which EnvPool tells of Atari only (else: a step a frame, MAX_VIDEO_FPS a
+    second); of more than MAX_VIDEO_FPS frames a second every n-th is kept, and the last.
     """
     fps = env.metadata.get("render_fps") or MAX_VIDEO_FPS
     every = math.ceil(fps / MAX_VIDEO_FPS)
