@@ -81,9 +81,6 @@ class Worker:
         seed_everything(args.seed)
         set_cpu_numerics(learner_threads(args, layout, is_image=self._space.dtype == np.uint8))
         keep_freed_memory()
-        if args.exact_reduction and device.type == "cuda":
-            # cuDNN's fastest gradients of convolutions add up in an order that changes from call to call.
-            torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
         agent = self._make_agent()
         optimizer = self._algorithm.make_optimizer(agent, args)
         with ExitStack() as stack:
@@ -91,7 +88,8 @@ class Worker:
             total_steps = self._last * self._batch_size
             run = Run(args, self._script_file, device, total_steps) if part.learner == 0 else None
             collectives = Collectives(layout, part, device, args.timeout, args.exact_reduction)
-            stack.callback(collectives.close)
+            # Not after an error: NCCL would wait for the others to close their end.
+            stack.push(lambda kind, *_: collectives.close() if kind is None else None)
             start = self._share_start(run, agent, optimizer, collectives)
             # From here on all stop together, whichever of them a signal reaches.
             stop = stack.enter_context(StopRequest(quiet=True))
