@@ -43,7 +43,7 @@ def test_the_compiled_rung_learns_to_hop(tmp_path) -> None:
     ],
 )
 def test_the_compiled_off_policy_rungs_swing_up_a_pendulum(script: str, flags: list[str], tmp_path) -> None:
-    """Random actions make -1,200 of the bounds of ±2; seeds 1 to 3 had ... over the last 25 episodes."""
+    """Random actions make about -1,200; good ones about -155 (the last 25 episodes), with bounds of ±2."""
     flags = [*flags, "--env-id=Pendulum-v1", "--total-timesteps=20000", "--compile"]
     assert run(script, *flags, "--runs-dir", tmp_path, "--run-name=r") == 0
     assert summary(tmp_path / "r")["optimizer_steps"] == 20_000 - (5_000 if script.startswith("sac") else 10_000)
@@ -53,7 +53,7 @@ def test_the_compiled_off_policy_rungs_swing_up_a_pendulum(script: str, flags: l
 
 @pytest.mark.long
 def test_the_compiled_dqn_balances_a_pole(tmp_path) -> None:
-    """CleanRL has 488.7 ± 16.1; seeds 1 to 5 had ... here."""
+    """CleanRL has 488.7 ± 16.1; seeds 1 to 5 had 455 to 499 here."""
     assert run("dqn_torchcompile", "--compile", "--runs-dir", tmp_path, "--run-name=r") == 0
     result = summary(tmp_path / "r")
     assert result["optimizer_steps"] == 49_000 and result["episodic_return"] > 400
