@@ -122,6 +122,18 @@ def test_checks_tell_equal_training_and_what_failed(results):
         assert not results.passed
 
 
+def test_checks_that_have_passed_are_left_out(tmp_path, monkeypatch):
+    def run_trial(contender, *_):
+        ran.append(contender.label)
+        return Trial(contender.label, 1, [], "", exit_code=1)
+
+    ran, names = [], gpu.graph_checks()
+    monkeypatch.setattr(gpu, "run_trial", run_trial)
+    assert check([PLAN], CPU, tmp_path, Deadline.within(60), names | {f"{RUNG} trains as eager"}) == []
+    (row,) = check([PLAN], CPU, tmp_path, Deadline.within(60), names)
+    assert sorted(ran) == [RUNG, SIBLING] and row["check"] == f"{RUNG} trains as eager" and not row["passed"]
+
+
 def test_a_check_that_the_time_has_cut_off_is_left_out(tmp_path, capsys):
     rows = check([PLAN], CPU, tmp_path, Deadline.within(0.0))
     assert f"no time left for the check of {RUNG}" in capsys.readouterr().out
@@ -199,8 +211,9 @@ def test_what_would_end_too_late_is_left_out(tmp_path, monkeypatch, capsys):
 KEYS = ("warmup_seconds", "episodic_return", "global_step")
 
 
-def test_the_whole_course(tmp_path, monkeypatch, capsys):
-    """From the checks to the pictures, with all that needs a GPU or time replaced."""
+@pytest.fixture
+def some_gpu(monkeypatch) -> list:
+    """Replaces all that needs a GPU or time; returns what was run for how it went: trials, parts."""
     for name, value in {
         "is_available": True,
         "device_count": 1,
@@ -210,20 +223,34 @@ def test_the_whole_course(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
+    ran = []
+
     def run_trial(contender, seed, runs_dir, deadline):
+        ran.append((contender.label, seed))
         summary = {"sps": 500.0, "interrupted": False} | dict.fromkeys(KEYS)
         return Trial(contender.label, seed, [], "", 0, summary=summary)
 
     def parts_of(entry, *_):
+        ran.append(entry)
+        script, _, mode = entry.partition(":")
+        entry = " ".join([script, *(f"--{lever}" for lever in mode.split("+"))])
         row = {"who": entry, "num_envs": 8, "envpool_sps": 1000.0, "sps": 500.0, "profiled_step_us": 2000.0}
         kinds = (*gpu.parts.KINDS, gpu.parts.REST, *parts_atari.PARTS, parts_atari.REST)
         return row | {"parts_us": dict.fromkeys(kinds, 9.0), "floors_us": dict.fromkeys(parts_atari.PARTS, 5.0)}
 
-    monkeypatch.setattr(gpu, "check", lambda *_: [{"check": "a check", "passed": True, "detail": "fine"}])
+    def check(plans, device, runs_dir, deadline, known):
+        return [row for row in [{"check": "a check", "passed": True, "detail": "fine"}] if row["check"] not in known]
+
+    monkeypatch.setattr(gpu, "check", check)
     monkeypatch.setattr(gpu, "run_trial", run_trial)
     monkeypatch.setattr(Pool, "measure", lambda pool: {**asdict(pool), "sps": 1000.0})
     monkeypatch.setattr(gpu.parts, "take_apart", parts_of)
     monkeypatch.setattr(parts_atari, "measure", parts_of)
+    return ran
+
+
+def test_the_whole_course(some_gpu, tmp_path, capsys):
+    """From the checks to the pictures."""
     out = tmp_path / "out"
     assert gpu.main(gpu.Args(rounds=2, runs_dir=str(tmp_path), out=str(out))) == 0
     written = {"gpu.json", "table.md", "gpu.png", "parts.png", "parts_atari.png"}
@@ -231,7 +258,39 @@ def test_the_whole_course(tmp_path, monkeypatch, capsys):
     text = capsys.readouterr().out
     assert "checks: 1 of 1 passed" in text and "50%" in text
     fastest, plain = "cleanba_impala --compile --cudagraphs --amp bf16,", "sac_continuous_action_torchcompile,"
+    assert "not run yet" in text
     assert text.index(f"[round 1] {fastest}") < text.index(f"[round 1] {plain}") < text.index(f"[round 2] {fastest}")
+
+
+def test_the_next_call_goes_on(some_gpu, tmp_path, monkeypatch, capsys):
+    """What is there is not measured again; what failed is; another commit's results are not mixed with ours."""
+    args = gpu.Args(algorithms=("td3",), rounds=1, runs_dir=str(tmp_path), out=str(tmp_path))
+    assert gpu.main(args) == 0
+    first = some_gpu.copy()
+    some_gpu.clear()
+    path = tmp_path / "gpu.json"
+    record = json.loads(path.read_text())
+    failed = record["runs"][1]
+    failed["exit_code"] = 1
+    path.write_text(json.dumps(record))
+    assert gpu.main(replace(args, algorithms=("td3", "dqn"), rounds=2)) == 0
+    plans = [PLANS[name] for name in ("td3", "dqn")]
+    labels = [c.label for plan in plans for c in gpu.measured_contenders(plan, torch.device("cuda", 0))]
+    trials_of_both = {(label, seed) for label in labels for seed in (1, 2)}
+    parts_of_both = {entry for plan in plans for entry in plan.part_modes}
+    assert set(some_gpu) == (trials_of_both | parts_of_both) - set(first) | {(failed["label"], 1)}
+    assert len(some_gpu) == len(set(some_gpu))
+    record = json.loads(path.read_text())
+    assert sorted((run["label"], run["seed"]) for run in record["runs"]) == sorted(trials_of_both)
+    assert len(record["parts"]) == len(parts_of_both) and len(record["checks"]) == 1
+    assert not any(run["exit_code"] for run in record["runs"]) and len(record["rows"]) == len(labels)
+    record["machine"]["git_commit"] = "another"
+    path.write_text(json.dumps(record))
+    monkeypatch.setattr("sys.argv", ["gpu"])
+    flags = ["--algorithms", "td3", "--out", tmp_path, "--runs-dir", tmp_path]
+    assert run_tool_in_process(monkeypatch, gpu, *flags) == 2
+    assert "its gpu.json is of another on some GPU" in capsys.readouterr().err
+    assert json.loads(path.read_text()) == record
 
 
 class AtTheFirstLogPoint:

@@ -2,11 +2,12 @@
 
 In --seconds altogether: first what graphs must do, and that every mode of every script trains as its eager mode does;
 then the speed of each mode beside the eager reference, in turn; then where the time of a step goes. Results are written
-after every run, so that nothing is lost where the time ends. With --learn instead: learning runs, which the next call
-takes up where this one has stopped them.
+after every run, so that nothing is lost where the time ends, and a call with the same --out goes on with what is
+missing there. With --learn instead: learning runs, which the next call takes up where this one has stopped them.
 
     python -m leanrl.tools.gpu
-    python -m leanrl.tools.gpu --algorithms sac td3 --rounds 3
+    python -m leanrl.tools.gpu --algorithms sac td3 --rounds 2 --out runs/h200
+    python -m leanrl.tools.gpu --algorithms ppo_atari --rounds 2 --out runs/h200
     python -m leanrl.tools.gpu --learn --learning pong breakout --seeds 1 --max-seconds 540 --runs-dir runs
 """
 
@@ -17,7 +18,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -91,7 +92,8 @@ class Args:
     runs_dir: str = "runs"
     """folder of the run directories, in RUNS_DIR/gpu"""
     out: str | None = None
-    """folder for the results, a handful of files; by default RUNS_DIR/gpu/TIME"""
+    """folder for the results, a handful of files; by default RUNS_DIR/gpu/TIME. What it holds of this commit and GPU
+    already is not measured again."""
 
 
 def main(args: Args) -> int:
@@ -110,9 +112,11 @@ def main(args: Args) -> int:
         return learn(args.learning, args.seeds, args.max_seconds, device, runs_dir, out)
 
     plans = [PLANS[name] for name in args.algorithms]
-    results = Results(out, device, plans)
+    results = Results(out, device, list(PLANS.values()))
+    results.take_up()
     end = Deadline.within(args.seconds)
-    results.checks = check(plans, device, runs_dir, Deadline(end.at - (1 - CHECK_SHARE) * args.seconds))
+    known = {row["check"] for row in results.checks}
+    results.checks += check(plans, device, runs_dir, Deadline(end.at - (1 - CHECK_SHARE) * args.seconds), known)
     results.write()
     # What the checks did not use is for the speeds.
     measure(plans, args.rounds, device, runs_dir, Deadline(end.at - PARTS_SHARE * args.seconds), results)
@@ -126,33 +130,42 @@ def main(args: Args) -> int:
 # ------------------------------------------------------------------------------------------------------------ CHECKS
 
 
-def check(plans: Sequence[Plan], device: torch.device, runs_dir: Path, deadline: Deadline) -> list[dict]:
+def check(
+    plans: Sequence[Plan], device: torch.device, runs_dir: Path, deadline: Deadline, known: Collection[str] = ()
+) -> list[dict]:
     """What ``gpu_checks`` finds, and for every mode how far its training is from eager's; several runs at once.
 
-    The runs also fill TorchInductor's cache, so that those that are measured find their kernels there.
+    The runs also fill TorchInductor's cache, so that those that are measured find their kernels there. Checks that are
+    ``known`` to have passed are left out.
     """
     runs_dir.mkdir(parents=True, exist_ok=True)
     print("checks: what graphs must do, and every mode against eager", flush=True)
     found, log = runs_dir / "gpu_checks.json", runs_dir / "gpu_checks.log"
-    families = [contenders_with_bf16(plan, plan.modes, device, plan.check_flags) for plan in plans]
+    families = []
+    for plan in plans:
+        eager, *others = checked_contenders(plan, device)
+        others = [contender for contender in others if check_name(contender.label) not in known]
+        families += [[eager, *others]] if others else []
+    rows = []
     with ThreadPoolExecutor(max(2, available_cores() // 2)) as pool:
         try:
-            of_graphs = pool.submit(
-                run_child, [sys.executable, "-m", "leanrl.tools.gpu_checks", str(found)], deadline, log
-            )
+            command = [sys.executable, "-m", "leanrl.tools.gpu_checks", str(found)]
+            of_graphs = None if graph_checks() <= set(known) else pool.submit(run_child, command, deadline, log)
             futures = [
                 [pool.submit(run_trial, c, 1, runs_dir / "checks", deadline, log_of(c, runs_dir)) for c in family]
                 for family in families
             ]
-            exit_code, _ = of_graphs.result()
+            if of_graphs is not None:
+                exit_code, _ = of_graphs.result()
+                rows += read_json(found)
+                if exit_code or not all(row["passed"] for row in rows):
+                    detail = f"exit {exit_code}, {len(rows)} checks told"
+                    row = {"check": "gpu_checks finds nothing", "passed": False, "detail": detail}
+                    rows.append(row | {"output": end_of(log)})
             trials = [[future.result() for future in family] for family in futures]
         except BaseException:
             deadline.at = 0.0  # the children too are to stop
             raise
-    rows = list(read_json(found))
-    if exit_code or not all(row["passed"] for row in rows):
-        detail = f"exit {exit_code}, {len(rows)} checks told"
-        rows.append({"check": "gpu_checks finds nothing", "passed": False, "detail": detail, "output": end_of(log)})
     for family, (eager, *others) in zip(families, trials, strict=True):
         for contender, trial in zip(family[1:], others, strict=True):
             if deadline.seconds_left <= 0 and {eager.failure, trial.failure} & CUT_OFF:
@@ -167,6 +180,27 @@ def check(plans: Sequence[Plan], device: torch.device, runs_dir: Path, deadline:
     return rows
 
 
+def checked_contenders(plan: Plan, device: torch.device) -> list[Contender]:
+    """The plain mode of the fast rung, then those that must train as it does."""
+    return contenders_with_bf16(plan, plan.modes, device, plan.check_flags)
+
+
+def check_name(label: str) -> str:
+    return f"{label} {'trains' if is_rounded(label) else 'trains as eager'}"
+
+
+def is_rounded(label: str) -> bool:
+    """Whether a mode computes in bfloat16."""
+    return label.endswith("bf16")
+
+
+def graph_checks() -> set[str]:
+    """The names of those that ``gpu_checks`` makes."""
+    from leanrl.tools.gpu_checks import CHECKS  # with the actor-learner scripts, which no other part of this needs
+
+    return {fn.__doc__ for fn in CHECKS}
+
+
 def log_of(contender: Contender, runs_dir: Path) -> Path:
     """Where a checked run prints to."""
     return runs_dir / f"{contender.label.replace(' --', '_')}.log"
@@ -178,8 +212,7 @@ def against_eager(eager: Trial, trial: Trial) -> dict:
     bfloat16 rounds so coarsely that it leads to other actions: there it is enough that the parameters moved and are
     finite.
     """
-    rounded = trial.label.endswith("bf16")
-    row = {"check": f"{trial.label} {'trains' if rounded else 'trains as eager'}", "passed": False}
+    row = {"check": check_name(trial.label), "passed": False}
     for run in (eager, trial):
         if run.failure:
             return {**row, "detail": f"{run.label}: {run.failure}"}
@@ -187,7 +220,7 @@ def against_eager(eager: Trial, trial: Trial) -> dict:
     error = ((ours - after).norm() / (after - before).norm()).item()
     detail = "bit for bit" if torch.equal(ours, after) else f"off by {error:.1e} of the way"
     moved = math.isfinite(error) and not torch.equal(ours, ours_before)
-    return {**row, "passed": moved and (rounded or error <= TOLERANCE), "detail": detail}
+    return {**row, "passed": moved and (is_rounded(trial.label) or error <= TOLERANCE), "detail": detail}
 
 
 def last_parameters(run_dir: Path) -> tuple[torch.Tensor, torch.Tensor]:
@@ -207,17 +240,20 @@ def last_parameters(run_dir: Path) -> tuple[torch.Tensor, torch.Tensor]:
 def measure(
     plans: Sequence[Plan], rounds: int, device: torch.device, runs_dir: Path, deadline: Deadline, results: "Results"
 ) -> None:
-    """Runs every mode once a round, one at a time; what would end too late is left out.
+    """Runs every mode once a round, one at a time; what would end too late, or is in ``results``, is left out.
 
     The order turns around with every round, but for this: what counts most comes first.
     """
     turns = [(plan, contender) for plan in plans for contender in measured_contenders(plan, device)]
     turns.sort(key=lambda turn: not counts_most(*turn))
     lasted: dict[str, float] = {}
+    known = {(trial.label, trial.seed) for trial in results.trials}
     for seed in range(1, rounds + 1):
         heard = set()
         order = turns if seed % 2 else sorted(reversed(turns), key=lambda turn: not counts_most(*turn))
         for plan, contender in order:
+            if (contender.label, seed) in known:
+                continue
             if deadline.seconds_left < lasted.get(contender.label, EXPECTED_SECONDS):
                 print(f"no time left for round {seed} of {contender.label}", flush=True)
                 continue
@@ -310,10 +346,14 @@ def tell_once(line: str) -> None:
 
 
 def take_apart(plans: Sequence[Plan], deadline: Deadline, results: "Results") -> None:
-    """Where the time of a step goes, for each plan's ``part_modes``, as long as there is time."""
+    """Where the time of a step goes, for each plan's ``part_modes`` that ``results`` lack, as long as there is time."""
     fastest = [(plan, entry) for plan in plans for entry in plan.part_modes[-1:]]
     others = [(plan, entry) for plan in plans for entry in plan.part_modes[:-1]]
+    known = {row["who"] for row in (*results.parts, *results.parts_atari)}
     for plan, entry in fastest + others:
+        (contender,) = contenders_of([entry], "algorithms", results.device, (), ())
+        if contender.label in known:
+            continue
         if deadline.seconds_left < 2 * EXPECTED_SECONDS:  # with a profiler, once it has begun it goes on to its end
             print(f"no time left for the parts of {entry}", flush=True)
             continue
@@ -339,7 +379,8 @@ class Results:
     """What is known so far; ``write`` leaves it in ``out`` as gpu.json and table.md."""
 
     def __init__(self, out: Path, device: torch.device, plans: Sequence[Plan]) -> None:
-        self._out, self._device = out, device
+        self.device = device
+        self._out = out
         self._plans = plans
         self._labels = [[contender.label for contender in measured_contenders(plan, device)] for plan in plans]
         """of each plan, the plainest first"""
@@ -351,6 +392,31 @@ class Results:
         """what EnvPool does alone, of each round"""
         self.parts: list[dict] = []
         self.parts_atari: list[dict] = []
+
+    def take_up(self) -> None:
+        """Goes on with what an earlier call has left in ``out``, but for what failed there.
+
+        Raises:
+            UsageError: that was another commit, or another GPU.
+        """
+        record = read_json(self._out / "gpu.json")
+        if not record:
+            return
+        ours, theirs = (
+            {key: machine.get(key) for key in ("git_commit", "device_name")}
+            for machine in (benchmark_record("gpu", self.device)["machine"], record["machine"])
+        )
+        if ours != theirs:
+            what = " on ".join(str(value) for value in theirs.values())
+            raise UsageError(f"--out {self._out}: its gpu.json is of {what}; go on there, or take another folder")
+        self.checks = [row for row in record["checks"] if row["passed"]]
+        for run in record["runs"]:
+            load = run.pop("load")
+            trial = Trial(**run)
+            if not trial.failure:
+                self.trials.append(trial)
+                self.load.append(load)
+        self.envpool, self.parts, self.parts_atari = (record[key] for key in ("envpool", "parts", "parts_atari"))
 
     @property
     def passed(self) -> bool:
@@ -372,14 +438,18 @@ class Results:
     def record(self) -> dict:
         """All of it, for JSON."""
         return {
-            **benchmark_record("gpu", self._device),
+            **benchmark_record("gpu", self.device),
             "checks": self.checks,
-            "rows": [row for labels in self._labels for row in compare.summarize(self.trials, labels)],
+            "rows": [row for labels in self._labels for row in self._rows(labels)],
             "runs": [{**asdict(trial), "load": load} for trial, load in zip(self.trials, self.load, strict=True)],
             "envpool": self.envpool,
             "parts": self.parts,
             "parts_atari": self.parts_atari,
         }
+
+    def _rows(self, labels: Sequence[str]) -> list[dict]:
+        """Of a table, those modes that were run."""
+        return [row for row in compare.summarize(self.trials, labels) if row["sps"] or row["failures"]]
 
     def write(self) -> None:
         write_json_atomically(self._out / "gpu.json", self.record())
@@ -388,9 +458,10 @@ class Results:
     def text(self) -> str:
         """The checks that failed, a table of speeds for each algorithm, and the parts."""
         failed = [row for row in self.checks if not row["passed"]]
-        pieces = [describe_machine(benchmark_record("gpu", self._device)["machine"])]
+        missing = self._missing_checks()
+        pieces = [describe_machine(benchmark_record("gpu", self.device)["machine"])]
         for plan, labels in zip(self._plans, self._labels, strict=True):
-            rows = [row for row in compare.summarize(self.trials, labels) if row["sps"] or row["failures"]]
+            rows = self._rows(labels)
             if rows:
                 pieces.append(compare.render_table(rows))
             if rows and (alone := self.envpool_sps(plan)):
@@ -400,7 +471,16 @@ class Results:
         if self.parts_atari:
             pieces.append(parts_atari.render_table(self.parts_atari))
         summary = f"checks: {len(self.checks) - len(failed)} of {len(self.checks)} passed"
+        if missing:
+            summary += f", {len(missing)} not run yet"
         return "\n\n".join([*pieces, "\n".join([summary, *(f"FAILED: {r['check']}: {r['detail']}" for r in failed)])])
+
+    def _missing_checks(self) -> set[str]:
+        """Those that have neither passed nor failed yet."""
+        expected = graph_checks()
+        for plan in self._plans:
+            expected |= {check_name(contender.label) for contender in checked_contenders(plan, self.device)[1:]}
+        return expected - {row["check"] for row in self.checks}
 
     def draw(self) -> None:
         """gpu.png: bars of steps per second, one panel an algorithm; load.png; parts.png and parts_atari.png."""
