@@ -16,6 +16,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import tyro
 from tqdm import tqdm
 
@@ -72,6 +73,8 @@ def main(args: Args) -> int:
     require_at_least(args, 0, "seed")
     if not args.run_dirs:
         raise UsageError("name at least one run directory")
+    # One observation at a time is no work for two threads: on a busy machine each waits for the other.
+    torch.set_num_threads(1)
     rows, failures = [], 0
     for run_dir in args.run_dirs:
         try:
