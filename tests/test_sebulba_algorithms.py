@@ -12,6 +12,7 @@ from test_ppo_targets import random_rollout, slow_gae
 
 import leanrl.cleanba_impala as impala
 import leanrl.cleanba_ppo as ppo
+import leanrl.ppo_atari_envpool as atari
 from leanrl.sebulba.actor import make_act
 from leanrl.support.errors import UsageError
 from leanrl.support.optim import FlatRMSProp
@@ -156,6 +157,23 @@ def test_ppo_loss_is_the_papers_over_live_rows(norm_adv):
     assert 0.1 < clipfrac < 0.9
     expected = torch.stack([pg_loss, v_loss, entropy, -ratio.log().mean(), (ratio - 1 - ratio.log()).mean(), clipfrac])
     torch.testing.assert_close(parts, expected)
+
+
+def test_on_images_ppo_is_that_of_one_process():
+    """The same network, loss and gradient, but that Cleanba does not clip the value loss."""
+    torch.manual_seed(0)
+    ours, theirs = ppo.make_agent(IMAGES, 4, ppo.Args(torso="nature")), atari.Agent(4)
+    theirs.load_state_dict(dict(zip(theirs.state_dict(), ours.state_dict().values(), strict=True)))
+    obs = torch.randint(0, 256, (16, *IMAGES.shape), dtype=torch.uint8)
+    _, values, actions, noise, *targets, weights = minibatch(size=16)
+    logprobs = ours(obs)[0].log_softmax(1)[range(16), actions].detach() + 0.1 * noise
+    loss, parts = ppo.ppo_loss(*ours(obs), actions, logprobs, *targets, weights, ppo.Args())
+    args = atari.Args(clip_vloss=False)
+    expected, expected_parts = atari.ppo_loss(theirs, obs, actions, logprobs, *targets, values, weights, args)
+    torch.testing.assert_close(parts, expected_parts)
+    gradients = torch.autograd.grad(loss, list(ours.parameters()))
+    expected_gradients = torch.autograd.grad(expected, list(theirs.parameters()))
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-3, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------------------ IMPALA
