@@ -30,7 +30,7 @@ import torch.nn.functional as F
 
 from leanrl.support.checkpoints import resumed_step
 from leanrl.support.cli import RunArgs, run_script
-from leanrl.support.devices import available_cores, keep_freed_memory, resolve_device, set_cpu_numerics
+from leanrl.support.devices import available_cores, resolve_device, set_cpu_numerics
 from leanrl.support.envs import EnvBackend, make_envs, require_continuous_actions, start_envs
 from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import require_at_least, require_positive
@@ -327,7 +327,6 @@ def main(args: Args, make_executables: Callable = make_executables, script_file:
     validate(args)
     device = resolve_device(args)
     set_cpu_numerics(args.num_threads or available_cores())
-    keep_freed_memory()
     if args.capture_video:
         require_video(args.env_id)
     envs = make_envs(args.env_id, args.num_envs, args.seed, args.env_backend, start=resumed_step(args.resume))

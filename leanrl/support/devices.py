@@ -77,8 +77,8 @@ def set_cpu_numerics(num_threads: int) -> None:
 def keep_freed_memory() -> None:
     """Lets the process keep what PyTorch frees on the CPU, instead of giving it back to the operating system.
 
-    An update frees and asks again for megabytes, on images hundreds of them, every page of which the operating system
-    would clear and map anew. The process then stays as large as it once was. glibc alone has these settings: elsewhere
+    An update on images frees and asks again for hundreds of megabytes, every page of which the operating system would
+    clear and map anew. The process then stays as large as it once was. glibc alone has these settings: elsewhere
     nothing is changed.
     """
     if platform.libc_ver()[0] == "glibc":

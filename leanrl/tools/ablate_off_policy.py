@@ -22,9 +22,6 @@ NUM_FILLED = 100_000
 # Updates in a burst; every second trains the actor too.
 NUM_UPDATES = 20
 PATTERN = (False, True) * (NUM_UPDATES // 2)
-# Whole runs.
-RUN_STEPS = 3_000
-RUN_FLAGS = {"learning_starts": 1_000, "checkpoint_replay": False}
 # Of the way that the parameters have gone: where a gradient is nearly 0, Adam takes a whole step by its sign.
 WAY_TOLERANCE = 1e-3
 BF16_TOLERANCE = 0.5

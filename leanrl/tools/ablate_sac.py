@@ -13,14 +13,11 @@ import torch
 import leanrl.sac_continuous_action as reference
 import leanrl.sac_continuous_action_torchcompile as fast
 from leanrl.support.optim import FlatAdam
-from leanrl.tools.ablate_memory import memory_pairs
 from leanrl.tools.ablate_off_policy import (
     ACTOR_SIZES,
     CRITICS_SIZES,
     ENV_ID,
     LEGEND,
-    RUN_FLAGS,
-    RUN_STEPS,
     Adam,
     Learner,
     all_tensors,
@@ -85,11 +82,6 @@ def sac_update():
     bf16 = {"amp": "bf16"}
     sides = updating(reference_learner(**bf16)), updating(fast_learner(**bf16))
     yield roughly("update written out and compiled, both with --amp bf16", *sides)
-
-
-@row_of(SAC)
-def sac_memory():
-    yield from memory_pairs("sac_continuous_action_torchcompile", RUN_STEPS, **RUN_FLAGS)
 
 
 @row_of(SAC)

@@ -27,7 +27,6 @@ from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.executables import compile_options
 from leanrl.support.optim import FlatAdam
 from leanrl.support.replay import Batch, Replay
-from leanrl.tools.ablate_memory import memory_pairs
 from leanrl.tools.ablate_off_policy import (
     ACTION_DIM,
     ACTOR_SIZES,
@@ -36,8 +35,6 @@ from leanrl.tools.ablate_off_policy import (
     LEGEND,
     NUM_UPDATES,
     OBS_DIM,
-    RUN_FLAGS,
-    RUN_STEPS,
     Adam,
     Learner,
     all_tensors,
@@ -198,11 +195,6 @@ def td3_bf16():
     yield roughly("--amp bf16, not float32", updating(fast_learner()), updating(fast_learner(amp="bf16")))
     products = around(updating(fast_learner()), partial(matrix_products, "bf16"))
     yield roughly("--amp bf16, not bf16 in products of float32 only", products, updating(fast_learner(amp="bf16")))
-
-
-@row_of(TD3)
-def td3_memory():
-    yield from memory_pairs("td3_continuous_action_torchcompile", RUN_STEPS, **RUN_FLAGS)
 
 
 @row_of(TD3)
