@@ -20,7 +20,7 @@ from sebulba_runs import alive
 import leanrl.cleanba_impala as impala
 import leanrl.cleanba_ppo as ppo
 from leanrl.support.errors import UsageError
-from leanrl.tools import benchmark, plan_layout, plot, reproduce, timeline, trials
+from leanrl.tools import benchmark, layout_parts, plan_layout, plot, reproduce, timeline, trials
 from leanrl.tools.trials import REPOSITORY
 
 TEMPLATE = REPOSITORY / "leanrl" / "tools" / "cleanba.slurm"
@@ -180,10 +180,10 @@ def test_groups_start_as_slurms_tasks_and_one_that_fails_is_told(tmp_path, capfd
 
 # -------------------------------------------------------------------------------------------------------------- PLANS
 
-UPDATE = ((24, plan_layout.Cost(2.0, 2.0)), (48, plan_layout.Cost(4.0, 4.0)))
-ROLLOUT = plan_layout.RolloutCost(wall=1.0, cores=1.0, inference=0.6, emulation=0.4)
-PARTS = plan_layout.Parts(
-    rollout=((48, ROLLOUT), (96, plan_layout.RolloutCost(*(2 * seconds for seconds in ROLLOUT)))),
+UPDATE = ((24, layout_parts.Cost(2.0, 2.0)), (48, layout_parts.Cost(4.0, 4.0)))
+ROLLOUT = layout_parts.RolloutCost(wall=1.0, cores=1.0, inference=0.6, emulation=0.4)
+PARTS = layout_parts.Parts(
+    rollout=((48, ROLLOUT), (96, layout_parts.RolloutCost(*(2 * seconds for seconds in ROLLOUT)))),
     update=UPDATE,
     update_alone=UPDATE,
     update_beside=UPDATE,
@@ -215,14 +215,14 @@ def test_a_plan_adds_up():
 
 
 def test_a_plan_knows_that_a_learner_alone_takes_more_threads():
-    parts = replace(PARTS, update_alone=((24, plan_layout.Cost(1.5, 3.0)), (48, plan_layout.Cost(3.0, 6.0))))
+    parts = replace(PARTS, update_alone=((24, layout_parts.Cost(1.5, 3.0)), (48, layout_parts.Cost(3.0, 6.0))))
     seconds = [predicted(layout, parts=parts).seconds["update"] for layout in ("a0-l0-d1", "a0-l1-d1", "a0-l0-d2")]
     assert seconds == [3.0, 4.0, 4.0]
 
 
 def test_a_plan_knows_that_learners_disturb_each_other():
     parts = replace(
-        PARTS, update_beside=((24, plan_layout.Cost(3.0, 3.0)), (48, plan_layout.Cost(6.0, 6.0))), waiting=0.5
+        PARTS, update_beside=((24, layout_parts.Cost(3.0, 3.0)), (48, layout_parts.Cost(6.0, 6.0))), waiting=0.5
     )
     one, apart, two = (predicted(name, parts=parts).seconds for name in ("a0-l0-d1", "a0-l1-d1", "a0-l0,1-d1"))
     assert (one["update"], apart["update"], two["update"]) == (4.0, 4.0, 3.0)
@@ -244,8 +244,8 @@ def test_a_plan_knows_the_cores_and_the_lag():
 
 def test_a_plan_of_other_numbers_of_environments():
     """A straight line through two measurements, which does not fall far below the smaller."""
-    measured = ((8, plan_layout.Cost(2.0, 1.0)), (16, plan_layout.Cost(5.0, 3.0)))
-    costs = [plan_layout.cost_of(num_envs, measured) for num_envs in (8, 12, 16, 24, 1)]
+    measured = ((8, layout_parts.Cost(2.0, 1.0)), (16, layout_parts.Cost(5.0, 3.0)))
+    costs = [layout_parts.cost_of(num_envs, measured) for num_envs in (8, 12, 16, 24, 1)]
     assert costs == [(2.0, 1.0), (3.5, 2.0), (5.0, 3.0), (8.0, 5.0), (0.4, 0.2)]
     seconds = predicted("a0-l0-d1", local_num_envs=24).seconds
     assert seconds["rollout"] == pytest.approx(0.5) and seconds["update"] == pytest.approx(2.0)
@@ -277,7 +277,7 @@ def test_a_recommendation_weighs_environments():
     few = f"a0-l0-d1 with {flags} 24`, {speed.format('1,229', 24, 'update')}"
     assert recommended(PARTS) == [f"Fastest: {few}", f"Most for each device: {few}"]
     # 192 environments: a rollout of 4 s, and an update that takes 2 s for any number.
-    fixed = ((24, plan_layout.Cost(2.0, 2.0)), (48, plan_layout.Cost(2.0, 2.0)))
+    fixed = ((24, layout_parts.Cost(2.0, 2.0)), (48, layout_parts.Cost(2.0, 2.0)))
     many = f"a0-l0-d1 with {flags} 192`, {speed.format('4,096', 192, 'inference')}"
     assert recommended(replace(PARTS, update_alone=fixed))[0] == f"Fastest: {many}"
 
@@ -323,8 +323,8 @@ def test_the_parts_of_a_plan_are_measured(tmp_path, capsys):
 @pytest.mark.parametrize("script, num_envs, num_threads", [("cleanba_impala", 2, 2), ("cleanba_ppo", 1, 1)])
 def test_a_plan_takes_the_sizes_that_the_script_takes(tmp_path, monkeypatch, script, num_envs, num_threads):
     """IMPALA's 4 minibatches divide the environments of two threads, not those of one; a thread may have but one."""
-    beside = {plan_layout.time_links: ((0.0, 0.0), (0.0, 0.0)), plan_layout.learn_beside: (UPDATE, 0.0)}
-    monkeypatch.setattr(plan_layout, "in_two_processes", lambda function, *args: [beside[function]] * 2)
+    beside = {layout_parts.time_links: ((0.0, 0.0), (0.0, 0.0)), layout_parts.learn_beside: (UPDATE, 0.0)}
+    monkeypatch.setattr(layout_parts, "in_two_processes", lambda function, *args: [beside[function]] * 2)
     flags = ("--env-id=CartPole-v1", "--device=cpu", f"--local-num-envs={num_envs}", "--num-steps=8")
     flags += (f"--num-actor-threads={num_threads}", "--total-timesteps=1")
     args = plan_layout.Args(script, layouts=("a0-l0-d1",), repeats=1, out=str(tmp_path), script_args=flags)
