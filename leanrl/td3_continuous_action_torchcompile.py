@@ -36,6 +36,7 @@ from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import require_at_least, require_positive
 from leanrl.support.evaluation import require_video
 from leanrl.support.executables import WARMUP_CALLS, make_executable, untouched
+from leanrl.support.layers import Float32Linear
 from leanrl.support.off_policy import OffPolicyState, named_losses, require_off_policy
 from leanrl.support.optim import FlatAdam
 from leanrl.support.replay import Batch, LastStep, Replay, StepOutcome
@@ -135,7 +136,7 @@ class Actor(nn.Module):
         super().__init__()
         self.fc1 = nn.Linear(obs_dim, 256)
         self.fc2 = nn.Linear(256, 256)
-        self.fc_mu = nn.Linear(256, len(low))
+        self.fc_mu = Float32Linear(256, len(low))
         self.register_buffer("low", torch.as_tensor(low, dtype=torch.float32))
         self.register_buffer("high", torch.as_tensor(high, dtype=torch.float32))
         self.register_buffer("action_scale", (self.high - self.low) / 2)
@@ -145,8 +146,7 @@ class Actor(nn.Module):
         """[B, obs_dim] -> [B, action_dim]"""
         x = F.relu(self.fc1(obs))
         x = F.relu(self.fc2(x))
-        # float: under autocast the last layer's output has the precision of bfloat16.
-        return torch.tanh(self.fc_mu(x).float()) * self.action_scale + self.action_bias
+        return torch.tanh(self.fc_mu(x)) * self.action_scale + self.action_bias
 
 
 # ------------------------------------------------------------------------------------------------ TARGETS AND LOSSES
