@@ -96,7 +96,7 @@ bench)
     case " $name $* " in *envpool* | *atari* | *cleanba*) install envpool ;; esac
     case " $* " in *" --upload-model "*) install hub ;; esac
     exec .venv/bin/python "leanrl/$name.py" "$@"
-  elif grep -qs run_tool "leanrl/tools/$name.py"; then
+  elif grep -qsF 'run_tool(main, Args)' "leanrl/tools/$name.py"; then
     install "" mujoco
     case $name in
     plot) install dev ;;

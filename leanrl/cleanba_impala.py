@@ -395,15 +395,7 @@ def make_update(agent: nn.Module, optimizer: FlatRMSProp, shards: Shards, args: 
     return Update(warm_up, update, num_steps=args.num_minibatches)
 
 
-# ------------------------------------------------------------------------------------------------------- EXECUTABLES
-
-
-def make_executables(functions: Sequence[Callable], args: Args, device: torch.device) -> list[Callable]:
-    """``functions``, compiled and captured as the flags say. Actors do the same with their inference."""
-    return [make_executable(fn, device, args.compile, args.cudagraphs) for fn in functions]
-
-
-# -------------------------------------------------------------------------------------------------------------- MAIN
+# ------------------------------------------------------------------------------------------------------------ ACTING
 
 
 def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
@@ -421,6 +413,17 @@ def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray
         return torch.multinomial(logits.softmax(1), 1, generator=generator).squeeze(1).numpy()
 
     return policy
+
+
+# ------------------------------------------------------------------------------------------------------- EXECUTABLES
+
+
+def make_executables(functions: Sequence[Callable], args: Args, device: torch.device) -> list[Callable]:
+    """``functions``, compiled and captured as the flags say. Actors do the same with their inference."""
+    return [make_executable(fn, device, args.compile, args.cudagraphs) for fn in functions]
+
+
+# -------------------------------------------------------------------------------------------------------------- MAIN
 
 
 def main(args: Args) -> None:

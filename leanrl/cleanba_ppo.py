@@ -362,7 +362,8 @@ def fill_targets(batch: Batch, get_value: Callable[[torch.Tensor], torch.Tensor]
     """Advantages, returns and weights of a shard, from the values that the actors computed.
 
     Args:
-        get_value: [n, ...] -> [n]; values the observations that the last step led to.
+        get_value: [n, ...] -> [n]; values the observations that the last step led to, with the learner's parameters:
+            those that the actors played with at policy lag 0, newer ones at more.
     """
     rollout = batch.rollout
     values = torch.cat([rollout.values, get_value(rollout.obs[-1]).unsqueeze(0)])
@@ -446,15 +447,7 @@ def make_update(agent: nn.Module, optimizer: FlatAdam, shards: Shards, args: Arg
     return Update(warm_up, update, num_steps=args.update_epochs * args.num_minibatches)
 
 
-# ------------------------------------------------------------------------------------------------------- EXECUTABLES
-
-
-def make_executables(functions: Sequence[Callable], args: Args, device: torch.device) -> list[Callable]:
-    """``functions``, compiled and captured as the flags say. Actors do the same with their inference."""
-    return [make_executable(fn, device, args.compile, args.cudagraphs) for fn in functions]
-
-
-# -------------------------------------------------------------------------------------------------------------- MAIN
+# ------------------------------------------------------------------------------------------------------------ ACTING
 
 
 def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
@@ -472,6 +465,17 @@ def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray
         return torch.multinomial(logits.softmax(1), 1, generator=generator).squeeze(1).numpy()
 
     return policy
+
+
+# ------------------------------------------------------------------------------------------------------- EXECUTABLES
+
+
+def make_executables(functions: Sequence[Callable], args: Args, device: torch.device) -> list[Callable]:
+    """``functions``, compiled and captured as the flags say. Actors do the same with their inference."""
+    return [make_executable(fn, device, args.compile, args.cudagraphs) for fn in functions]
+
+
+# -------------------------------------------------------------------------------------------------------------- MAIN
 
 
 def main(args: Args) -> None:

@@ -27,6 +27,7 @@ from leanrl.support.devices import resolve_device, update_threads
 from leanrl.support.envs import make_envs, require_continuous_actions
 from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
 from leanrl.support.evaluation import require_video
+from leanrl.support.layers import Float32Linear
 from leanrl.support.run import Run, seed_everything
 
 
@@ -112,14 +113,14 @@ class Agent(nn.Module):
             nn.Tanh(),
             layer_init(nn.Linear(64, 64)),
             nn.Tanh(),
-            layer_init(nn.Linear(64, 1), std=1.0),
+            layer_init(Float32Linear(64, 1), std=1.0),
         )
         self.actor_mean = nn.Sequential(
             layer_init(nn.Linear(obs_dim, 64)),
             nn.Tanh(),
             layer_init(nn.Linear(64, 64)),
             nn.Tanh(),
-            layer_init(nn.Linear(64, action_dim), std=0.01),
+            layer_init(Float32Linear(64, action_dim), std=0.01),
         )
         self.actor_logstd = nn.Parameter(torch.zeros(1, action_dim))
 
@@ -266,6 +267,16 @@ def find_wrapper(envs: gym.vector.VectorEnv, wrapper: type) -> gym.vector.Vector
     return envs
 
 
+def rms_state(rms) -> dict[str, torch.Tensor]:
+    """A Gymnasium RunningMeanStd as float64 tensors, for checkpoints."""
+    return {name: torch.as_tensor(getattr(rms, name), dtype=torch.float64) for name in ("mean", "var", "count")}
+
+
+def load_rms_state(rms, state: dict[str, torch.Tensor]) -> None:
+    """Restores what ``rms_state`` returned."""
+    rms.mean, rms.var, rms.count = state["mean"].numpy(), state["var"].numpy(), state["count"].item()
+
+
 def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
     """The deterministic policy of a saved model: raw observations [N, obs_dim] -> actions [N, action_dim]."""
     low, high = envs.single_action_space.low, envs.single_action_space.high
@@ -388,16 +399,6 @@ def main(args: Args) -> None:
 
         run.finish(state_dict(), model={"agent": agent.state_dict(), "obs_rms": rms_state(obs_normalizer.obs_rms)})
     envs.close()
-
-
-def rms_state(rms) -> dict[str, torch.Tensor]:
-    """A Gymnasium RunningMeanStd as float64 tensors, for checkpoints."""
-    return {name: torch.as_tensor(getattr(rms, name), dtype=torch.float64) for name in ("mean", "var", "count")}
-
-
-def load_rms_state(rms, state: dict[str, torch.Tensor]) -> None:
-    """Restores what ``rms_state`` returned."""
-    rms.mean, rms.var, rms.count = state["mean"].numpy(), state["var"].numpy(), state["count"].item()
 
 
 if __name__ == "__main__":

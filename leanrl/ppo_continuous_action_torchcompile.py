@@ -36,6 +36,7 @@ from leanrl.support.errors import bad, require_at_least, require_positive, requi
 from leanrl.support.evaluation import require_video
 from leanrl.support.executables import WARMUP_CALLS, make_executable, untouched
 from leanrl.support.inductor import mlp_as_sums
+from leanrl.support.layers import Float32Linear
 from leanrl.support.normalization import RewardNormalizer, RunningMoments
 from leanrl.support.optim import FlatAdam, clip_grad_norm
 from leanrl.support.run import Run, seed_everything
@@ -130,14 +131,14 @@ class Agent(nn.Module):
             nn.Tanh(),
             layer_init(nn.Linear(64, 64)),
             nn.Tanh(),
-            layer_init(nn.Linear(64, 1), std=1.0),
+            layer_init(Float32Linear(64, 1), std=1.0),
         )
         self.actor_mean = nn.Sequential(
             layer_init(nn.Linear(obs_dim, 64)),
             nn.Tanh(),
             layer_init(nn.Linear(64, 64)),
             nn.Tanh(),
-            layer_init(nn.Linear(64, action_dim), std=0.01),
+            layer_init(Float32Linear(64, action_dim), std=0.01),
         )
         self.actor_logstd = nn.Parameter(torch.zeros(1, action_dim))
 

@@ -7,7 +7,7 @@ what was made fast). ``--compile`` and ``--cudagraphs`` switch each lever by its
     python leanrl/td3_continuous_action_torchcompile.py --compile --amp bf16       # faster where there are bf16 units
     python leanrl/td3_continuous_action_torchcompile.py --compile --cudagraphs     # on a CUDA device
 
-What is different, each with its measured gain in doc/optimizations.md:
+What is different, most of it with its measured gain in doc/optimizations.md:
 - a step of the environment costs one copy in, one call and one copy out: the call writes the transition to the replay,
   samples a batch, trains critics, actor and targets, and acts;
 - the critics are one network with a batch dimension of two;

@@ -1,5 +1,6 @@
 """Options, markers and the fixtures that several test files share."""
 
+import gc
 import os
 
 import pytest
@@ -35,6 +36,13 @@ def no_restart(monkeypatch):
     """Tests under torchrun or SLURM are no restarted runs."""
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+
+
+@pytest.fixture(autouse=True)
+def no_old_graphs(request):
+    """A CUDA graph of an earlier test that is destroyed in a capture would invalidate it."""
+    if "cuda" in request.keywords:
+        gc.collect()
 
 
 @pytest.fixture(scope="session", params=with_long(SCRIPTS))

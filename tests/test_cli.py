@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +28,9 @@ from scripts import (
     tiny_optimizer_steps,
     with_long,
 )
+
+from leanrl.support.devices import resolve_device
+from leanrl.support.errors import UsageError
 
 COMMON_FLAGS = {
     *("--env-id", "--total-timesteps", "--seed", "--num-envs", "--device", "--amp", "--track", "--run-name"),
@@ -173,6 +177,19 @@ def test_compile_without_a_compiler(refused, script, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     refused([*tiny(script), "--runs-dir", tmp_path / "runs", "--compile"], "--compile ", "C++ compiler", "g++")
+
+
+def test_compile_without_a_compiler_on_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.delenv("CC", raising=False)
+    (tmp_path / "clang").touch(mode=0o755)
+    args = SimpleNamespace(device="cuda", compile=True)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert resolve_device(args) == torch.device("cuda", 0)
+    monkeypatch.setenv("CC", "another")
+    with pytest.raises(UsageError, match="needs a C compiler; install gcc"):
+        resolve_device(args)
 
 
 @pytest.mark.parametrize("script", [name for name in FAST_SCRIPTS if name not in ATARI])

@@ -57,11 +57,15 @@ def parameters_of(agent: fast.Agent) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def float32_convolutions():
-    """Without TF32, which a GPU uses by default: it has three digits, and the reference computes on the CPU."""
-    settings = torch.backends.cudnn.conv
-    before, settings.fp32_precision = settings.fp32_precision, "ieee"
+    """Without TF32, which a GPU uses by default: it has three digits, and the reference computes on the CPU.
+
+    And, as in a run, without the convolutions whose sums have another order each time.
+    """
+    settings, cudnn = torch.backends.cudnn.conv, torch.backends.cudnn
+    before = settings.fp32_precision, cudnn.deterministic
+    settings.fp32_precision, cudnn.deterministic = "ieee", True
     yield
-    settings.fp32_precision = before
+    settings.fp32_precision, cudnn.deterministic = before
 
 
 @pytest.fixture(scope="module", params=cases())

@@ -38,7 +38,7 @@ def known_scripts(tmp_path, monkeypatch):
     for name in ("ppo_continuous_action", FAST, "cleanba_ppo"):
         (tmp_path / f"{name}.py").touch()
     monkeypatch.setattr(trials, "SCRIPTS", tmp_path)
-    monkeypatch.setattr("leanrl.support.devices.has_cpp_compiler", lambda: True)
+    monkeypatch.setattr("leanrl.support.devices.has_compiler", lambda _: True)
     return tmp_path
 
 
@@ -96,7 +96,7 @@ def test_modes_of_this_machine(known_scripts, monkeypatch, capsys):
     eager, compiled = ("--no-compile", "--no-cudagraphs", "--fast"), ("--compile", "--no-cudagraphs", "--fast")
     assert flags_of(CPU) == [eager, compiled, ("--slow",)]
 
-    monkeypatch.setattr("leanrl.support.devices.has_cpp_compiler", lambda: False)
+    monkeypatch.setattr("leanrl.support.devices.has_compiler", lambda _: False)
     assert flags_of(CPU) == [eager, ("--slow",)]
     assert "install g++" in capsys.readouterr().out
     with pytest.raises(UsageError, match=r"install g\+\+"):

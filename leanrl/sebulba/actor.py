@@ -16,7 +16,7 @@ from leanrl.sebulba.rollout import Header, Rollout
 from leanrl.support.atari import whole_games
 from leanrl.support.envs import EnvPoolVectorEnv
 from leanrl.support.episodes import EpisodeStatistics
-from leanrl.support.executables import WARMUP_CALLS, make_executable
+from leanrl.support.executables import URGENT, WARMUP_CALLS, make_executable
 from leanrl.support.optim import FlatParameters
 
 
@@ -100,7 +100,7 @@ class ActorThread(threading.Thread):
         size = len(pieces[0].envs) if args.exact_reduction else num_envs
         self._blocks = [slice(start, start + size) for start in range(0, num_envs, size)]
         act, self._refresh = make_act(agent, args.amp, device)
-        self._act = make_executable(act, device, args.compile, args.cudagraphs, cpp_wrapper=False)
+        self._act = make_executable(act, device, args.compile, args.cudagraphs, cpp_wrapper=False, urgent=True)
         space = envs.single_observation_space
         dtype = torch.from_numpy(np.zeros(0, space.dtype)).dtype
         pinned = device.type == "cuda"
@@ -149,7 +149,7 @@ class ActorThread(threading.Thread):
         torch.set_num_threads(1)
         try:
             if self._device.type == "cuda":
-                with torch.cuda.stream(torch.cuda.Stream(self._device)):
+                with torch.cuda.stream(torch.cuda.Stream(self._device, priority=URGENT)):
                     self._play()
             else:
                 self._play()

@@ -18,6 +18,8 @@ from leanrl.support.hub import require_hub
 class SebulbaArgs(RunArgs):
     """Where things run, and when they stop; the names are Cleanba's."""
 
+    capture_video: bool = False
+    """refused by these scripts: `python -m leanrl.tools.evaluate RUN_DIR --capture-video` films a saved model"""
     device: str = "auto"
     """auto, cpu or cuda; on cpu the device ids below are virtual devices of this machine"""
     amp: Literal["none", "bf16"] = "none"
@@ -27,8 +29,7 @@ class SebulbaArgs(RunArgs):
     cudagraphs: bool = False
     """replay inference and update as CUDA graphs (tensordict's CudaGraphModule)"""
     num_threads: int | None = None
-    """CPU threads of a learner; by default all cores where it is the only process, the lag is 0, and images or large
-    minibatches are learned from without --exact-reduction; else 1. Acting uses 1."""
+    """CPU threads of a learner; by default all cores where nothing else wants them and its work is large, else 1"""
     env_threads: int | None = None
     """C++ threads of each actor thread's EnvPool; by default its part of the cores"""
 
@@ -45,15 +46,11 @@ class SebulbaArgs(RunArgs):
     policy_lag: int = 0
     """rollout r is produced by the parameters after r - 1 - POLICY_LAG updates; 0 is synchronous"""
     num_shards: int | None = None
-    """parts of the global batch with a permutation and normalisation of their own; by default one a learner. Runs with
-    as many shards and environments compute the same updates in every layout."""
+    """parts of the global batch that are shuffled and normalised each by itself; by default one a learner"""
     exact_reduction: bool = False
-    """parameters are bitwise equal over layouts, which was shown on CPUs only: gradients are gathered and summed in the
-    order of the shards, and inference runs in blocks of one shard"""
+    """sum gradients in the order of the shards, act in blocks of one: the same bits on any layout, on CPUs"""
     timeout: float = 1800.0
-    """seconds after which a wait for another process or thread is a stall that ends the run; must be more than the
-    compilation at the start, an update or a rollout takes. A process that gives no sign of life ends it after a minute
-    at most, one that never comes after five."""
+    """seconds of a wait that end the run as a stall; more than compilation, an update or a rollout may take"""
 
     log_frequency: int = 10
     """updates between log points"""
@@ -110,7 +107,11 @@ def resolve_devices(args: SebulbaArgs) -> torch.device:
 
 
 def learner_threads(args: SebulbaArgs, layout: Layout, is_image: bool) -> int:
-    """CPU threads of PyTorch in a learner's process: all cores where nothing else wants them and the work is large."""
+    """CPU threads of PyTorch in a learner's process.
+
+    By default all cores where nothing else wants them and the work is large: where it is the only process, the lag is
+    0, and images or large minibatches are learned from without ``--exact-reduction``. Acting uses 1.
+    """
     # Threads spin against whatever else wants their cores; and the last bits of a sum depend on their number.
     alone = len(layout.parts) == 1 and args.policy_lag == 0 and not args.exact_reduction
     minibatch_size = layout.num_envs * args.num_steps // args.num_minibatches

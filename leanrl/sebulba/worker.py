@@ -79,8 +79,10 @@ class Worker:
         """Works to the end of the run."""
         args, layout, part, device = self._args, self._layout, self._part, self._device
         seed_everything(args.seed)
-        set_cpu_numerics(learner_threads(args, layout, is_image=self._space.dtype == np.uint8))
-        keep_freed_memory()
+        is_image = self._space.dtype == np.uint8
+        set_cpu_numerics(learner_threads(args, layout, is_image))
+        if is_image:
+            keep_freed_memory()
         agent = self._make_agent()
         optimizer = self._algorithm.make_optimizer(agent, args)
         with ExitStack() as stack:

@@ -11,6 +11,12 @@ import torch
 
 from leanrl.support.errors import UsageError, bad
 
+# Language, environment variable and usual commands of the compiler that --compile calls: TorchInductor's own on a CPU;
+# on a GPU that of Triton, whose kernels C code launches.
+COMPILERS = {
+    "cpu": ("C++", "CXX", ["clang++" if sys.platform == "darwin" else "g++"]),
+    "cuda": ("C", "CC", ["gcc", "clang"]),
+}
 # Of glibc's malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 
@@ -19,7 +25,7 @@ def resolve_device(args) -> torch.device:
     """The device of ``--device {auto,cpu,cuda,cuda:N}``, after checking that the run's modes can work there.
 
     Raises:
-        UsageError: no such device; ``--cudagraphs`` on a CPU; ``--compile`` on a CPU without a C++ compiler.
+        UsageError: no such device; ``--cudagraphs`` on a CPU; ``--compile`` without a compiler.
     """
     name = args.device
     if name == "auto":
@@ -40,14 +46,18 @@ def resolve_device(args) -> torch.device:
             torch.cuda.set_device(device)
     if getattr(args, "cudagraphs", False) and device.type != "cuda":
         raise UsageError(f"--cudagraphs needs a CUDA device; this run is on {device}")
-    if getattr(args, "compile", False) and device.type == "cpu" and not has_cpp_compiler():
-        raise UsageError("--compile on a CPU needs a C++ compiler; install g++ (Debian: apt install g++) or set CXX")
+    if getattr(args, "compile", False) and not has_compiler(device.type):
+        language, variable, (command, *_) = COMPILERS[device.type]
+        install = f"install {command} (Debian: apt install {command}) or set {variable}"
+        raise UsageError(f"--compile on {device.type} needs a {language} compiler; {install}")
     return device
 
 
-def has_cpp_compiler() -> bool:
-    """Whether the C++ compiler is there that TorchInductor would call on a CPU: CXX, or the system's usual one."""
-    return shutil.which(os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")) is not None
+def has_compiler(device_type: str) -> bool:
+    """Whether the compiler is there that ``--compile`` calls (COMPILERS)."""
+    _, variable, commands = COMPILERS[device_type]
+    chosen = os.environ.get(variable)
+    return any(map(shutil.which, [chosen] if chosen else commands))
 
 
 def update_threads(requested: int | None, minibatch_size: int) -> int:

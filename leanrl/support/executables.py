@@ -9,6 +9,8 @@ import torch
 CUDAGRAPH_WARMUP = 3
 # Calls that take a function through compilation, capture and one replay.
 WARMUP_CALLS = CUDAGRAPH_WARMUP + 2
+# Priority of a CUDA stream whose kernels go before those that wait on streams of the default one, 0.
+URGENT = -1
 
 # Samples from PyTorch's own generator, so that a compiled run draws what an eager one draws; and in the same order,
 # which PyTorch before 2.13 may change where it looks for the least memory.
@@ -100,15 +102,24 @@ def make_executable(
     compile: bool,
     cudagraphs: bool,
     cpp_wrapper: bool = True,
+    urgent: bool = False,
     **options,
 ) -> Callable[..., torch.Tensor | None]:
-    """``fn``, compiled (as ``CompiledStep``, with its arguments and demands) and captured as a script's flags say."""
+    """``fn``, compiled (as ``CompiledStep``, with its arguments and demands) and captured as a script's flags say.
+
+    ``urgent`` lets a captured graph's kernels go before those of other streams.
+    """
     if compile:
         fn = CompiledStep(fn, device, cpp_wrapper, **options)
     if cudagraphs:
         from tensordict.nn import CudaGraphModule
 
         fn = CudaGraphModule(fn, warmup=CUDAGRAPH_WARMUP, device=device)
+        if urgent:
+            # A graph's kernels have the priority of the stream of its capture, whatever stream replays it. On a stream
+            # of its own it also shares no workspace of cuBLAS with the graphs that run beside it: PyTorch's ordinary
+            # streams are handed out in turn, and come round again.
+            fn._capture_stream = torch.cuda.Stream(device, priority=URGENT)
     return fn
 
 

@@ -1,19 +1,22 @@
 """Raw CUDA graphs for the one-graph rungs: work that reads its inputs where they lie, and leaves its results there."""
 
-from collections.abc import Callable, Mapping
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
-from leanrl.support.executables import CUDAGRAPH_WARMUP
+from leanrl.support.executables import CUDAGRAPH_WARMUP, URGENT
 
 
 class Captured:
     """The function ``fn()`` as one CUDA graph. Every call does its work; the call after CUDAGRAPH_WARMUP captures it.
 
     What ``fn`` reads and writes must lie at the same addresses for ever, CPU tensors in pinned memory, and nothing in
-    it may wait for the device. Capture on the main thread; other threads may use CUDA meanwhile.
+    it may wait for the device. Capture on the main thread; other threads may use CUDA meanwhile, but draw no random
+    numbers there and replay no graphs.
 
     Args:
         fn: what it returns, the calls return. Once captured this is always the same object, whose tensors the next
@@ -40,11 +43,25 @@ class Captured:
             return result
         if self._graph is None:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+            in_thread = torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local")
+            with no_garbage_collection(), in_thread:
                 self._result = self._fn()
             self._graph = graph
         self._graph.replay()
         return self._result
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Collects Python's garbage on entry and none until exit: a graph that is destroyed in a capture invalidates it."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def pinned_like(x: torch.Tensor) -> torch.Tensor:
@@ -78,7 +95,8 @@ class OneGraph:
     ) -> None:
         self._observe, self._updates, self._act = observe, updates, act
         self._device = device
-        self._stream, self._acting_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)
+        self._acting_stream = torch.cuda.Stream(device, priority=URGENT)  # the environments wait for it
         # external: a node of the graph that the host can wait for, where others only order the graph's nodes.
         self._acted = torch.cuda.Event(external=True)
         self._graphs: dict[tuple[bool, ...], Captured] = {}

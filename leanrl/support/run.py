@@ -252,7 +252,7 @@ class Run:
         Called again, say where learning starts, it counts what lay between as warm-up too.
         """
         # What the set-up made lives to the end: the garbage collector need not walk through all of PyTorch again and
-        # again (a tenth of the main thread's time, by a profile of compiled TD3).
+        # again (1 % of compiled TD3's time).
         gc.collect()
         gc.freeze()
         synchronize(self.device)

@@ -92,8 +92,7 @@ class Args:
     runs_dir: str = "runs"
     """folder of the run directories, in RUNS_DIR/gpu"""
     out: str | None = None
-    """folder for the results, a handful of files; by default RUNS_DIR/gpu/TIME. What it holds of this commit and GPU
-    already is not measured again."""
+    """folder for the results, by default RUNS_DIR/gpu/TIME; what it has of this commit and GPU is not measured again"""
 
 
 def main(args: Args) -> int:

@@ -3,6 +3,7 @@
 python -m leanrl.tools.gpu_checks CHECKS.json        # writes [{"check", "passed", "detail"}, ...]
 """
 
+import gc
 import json
 import os
 import sys
@@ -266,6 +267,7 @@ def main(path: Path) -> None:
     device = torch.device("cuda", 0)
     results = []
     for fn in CHECKS:
+        gc.collect()  # the last check's graphs: one that is destroyed in a capture invalidates it
         start = time.perf_counter()
         try:
             fn(device)

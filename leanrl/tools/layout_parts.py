@@ -116,8 +116,9 @@ def measure(
     script_args = replace(script_args, num_envs=1, total_timesteps=script_args.num_steps)
     num_envs, num_threads = script_args.local_num_envs, script_args.num_threads or 1
     set_cpu_numerics(num_threads)
-    keep_freed_memory()
     space, num_actions = spaces(script_args)
+    if space.dtype == np.uint8:
+        keep_freed_memory()
     rollouts = []
     for size in (num_envs, 2 * num_envs):
         cost, piece = measure_rollout(module, script_args, device, size, repeats)
@@ -226,8 +227,9 @@ def learn_beside(
     """
     module = importlib.import_module(f"leanrl.{script}")
     set_cpu_numerics(script_args.num_threads or 1)
-    keep_freed_memory()
     space, num_actions = spaces(script_args)
+    if space.dtype == np.uint8:
+        keep_freed_memory()
     sums = 0.0
 
     def sum_over(vectors: Sequence[torch.Tensor]) -> torch.Tensor:

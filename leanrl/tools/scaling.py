@@ -71,8 +71,7 @@ class Args:
     seeds: tuple[int, ...] = (1, 2, 3)
     """one round with each"""
     total_timesteps: int = 30_000
-    """environment steps of a run, the same at every value: must last where they pass fastest, and be more than
-    --learning-starts, or than a rollout, where that is longest"""
+    """environment steps of a run: must last where they pass fastest, and exceed --learning-starts and any rollout"""
     runs_dir: str = "runs"
     """folder of the default --out"""
     out: str | None = None
