@@ -4,7 +4,7 @@ import gymnasium as gym
 from gymnasium.vector import VectorEnv
 
 from leanrl.support.atari import PROTOCOLS, atari_games, make_atari_envs
-from leanrl.support.envs import EnvPoolVectorEnv, env_seeds, near_names, require_envpool
+from leanrl.support.envs import EnvPoolVectorEnv, env_seeds, near_names, require_envpool, require_numbered_actions
 from leanrl.support.errors import bad
 
 
@@ -35,8 +35,7 @@ def make_pool(
 
 def require_learnable(envs: VectorEnv, env_id: str) -> None:
     """UsageError unless actions are numbered from 0 and an observation is one array of numbers."""
-    action, obs = envs.single_action_space, envs.single_observation_space
-    if not isinstance(action, gym.spaces.Discrete) or action.start != 0:
-        raise bad("env_id", env_id, f"has {type(action).__name__} actions; this script needs Discrete ones, from 0 on")
+    require_numbered_actions(envs, env_id)
+    obs = envs.single_observation_space
     if not isinstance(obs, gym.spaces.Box):
         raise bad("env_id", env_id, f"has observations of {obs}; this script needs an array of numbers")

@@ -229,11 +229,16 @@ def start_envs(envs: VectorEnv, episodes: EpisodeStatistics, saved: dict | None)
     return envs.load_state_dict(saved["simulators"]), np.array(saved["simulators"]["done"])
 
 
-def require_discrete_actions(envs: VectorEnv, env_id: str) -> None:
-    """UsageError unless actions are numbered from 0 and observations are vectors of numbers."""
+def require_numbered_actions(envs: VectorEnv, env_id: str) -> None:
+    """UsageError unless actions are numbered from 0."""
     action = envs.single_action_space
     if not isinstance(action, gym.spaces.Discrete) or action.start != 0:
         raise bad("env_id", env_id, f"has {type(action).__name__} actions; this script needs Discrete ones, from 0 on")
+
+
+def require_discrete_actions(envs: VectorEnv, env_id: str) -> None:
+    """UsageError unless actions are numbered from 0 and observations are vectors of numbers."""
+    require_numbered_actions(envs, env_id)
     require_vector_observations(envs, env_id)
 
 

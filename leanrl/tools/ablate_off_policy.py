@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from leanrl.support.devices import available_cores, use_onednn_products
-from leanrl.support.executables import CompiledStep
 from leanrl.support.optim import FlatAdam
 from leanrl.support.replay import Replay
 from leanrl.tools.ablation import CPU, Compiler, Group, Pair, Side, eager, pair
@@ -58,11 +57,6 @@ def row_of(group: Group) -> Callable:
         return group.row(rows)
 
     return decorate
-
-
-def compiled(**options) -> Compiler:
-    """As the fast rungs compile; ``options`` instead of TorchInductor's that they choose."""
-    return lambda fn: CompiledStep(fn, CPU, **options)
 
 
 def filled_replay(capacity: int = NUM_FILLED, replay_type: type[Replay] = Replay) -> Replay:

@@ -21,7 +21,7 @@ from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.executables import CPU_OPTIONS, CompiledStep, compile_options
 from leanrl.support.normalization import RewardNormalizer, RunningMoments
 from leanrl.support.optim import FlatAdam
-from leanrl.tools.ablation import CPU, Compiler, Group, Pair, Side, eager, pair, told_by_process
+from leanrl.tools.ablation import CPU, Compiler, Group, Pair, Side, eager, in_pieces, pair, told_by_process
 
 ENV_ID, OBS_DIM, ACTION_DIM = "HalfCheetah-v5", 17, 6
 NUM_STEPS = fast.Args.num_steps
@@ -172,7 +172,7 @@ def update():
 
 @PPO.row
 def one_graph():
-    broken = reference_updating(lambda fn: torch.compile(fn, dynamic=False, options=compile_options(CPU)), fused=True)
+    broken = reference_updating(in_pieces, fused=True)
     yield pair("one graph, not .backward() and Adam(fused)", broken, updating())
 
 

@@ -21,7 +21,7 @@ import leanrl.ppo_atari_envpool as reference
 import leanrl.ppo_atari_envpool_torchcompile as fast
 from leanrl.support.atari import make_atari_envs
 from leanrl.support.devices import available_cores, keep_freed_memory
-from leanrl.support.executables import CompiledStep, compile_options
+from leanrl.support.executables import CompiledStep
 from leanrl.support.optim import FlatAdam
 from leanrl.tools.ablation import (
     CPU,
@@ -29,7 +29,9 @@ from leanrl.tools.ablation import (
     Group,
     Pair,
     Side,
+    compiled,
     eager,
+    in_pieces,
     pair,
     told_by_process,
 )
@@ -82,11 +84,6 @@ class Parts:
             rollout.actions.random_(0, NUM_ACTIONS)
             rollout.weights.fill_(1.0)
             self.inds = torch.randperm(NUM_STEPS * NUM_ENVS).split(MINIBATCH)
-
-
-def compiled(**options) -> Compiler:
-    """Compiled as the fast rung compiles, with other options of TorchInductor."""
-    return lambda fn: CompiledStep(fn, CPU, **options)
 
 
 def updates(parts: Parts, step: Callable, outputs: Callable, touched, num_threads: int | None = None) -> Side:
@@ -182,9 +179,6 @@ def atari_update():
 
 @ATARI.row
 def atari_one_graph():
-    def in_pieces(fn: Callable) -> Callable:
-        return torch.compile(fn, dynamic=False, options=compile_options(CPU))
-
     yield same("one graph, not .backward() and Adam(fused)", reference_updating(in_pieces, fused=True), updating())
 
 

@@ -22,7 +22,6 @@ from leanrl.tools.ablate_off_policy import (
     Learner,
     all_tensors,
     around,
-    compiled,
     filled_replay,
     named_parameters,
     roughly,
@@ -30,7 +29,7 @@ from leanrl.tools.ablate_off_policy import (
     same_way,
     updating,
 )
-from leanrl.tools.ablation import Group, Side
+from leanrl.tools.ablation import Group, Side, compiled
 
 SAC = Group(f"SAC, {ENV_ID}", LEGEND)
 

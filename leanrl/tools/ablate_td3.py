@@ -24,7 +24,6 @@ from leanrl.support import optim
 from leanrl.support.devices import available_cores, set_cpu_numerics
 from leanrl.support.envs import make_envs
 from leanrl.support.episodes import EpisodeStatistics
-from leanrl.support.executables import compile_options
 from leanrl.support.optim import FlatAdam
 from leanrl.support.replay import Batch, Replay
 from leanrl.tools.ablate_off_policy import (
@@ -40,7 +39,6 @@ from leanrl.tools.ablate_off_policy import (
     all_tensors,
     around,
     bursts,
-    compiled,
     filled_replay,
     matrix_products,
     named_parameters,
@@ -49,7 +47,7 @@ from leanrl.tools.ablate_off_policy import (
     same_way,
     updating,
 )
-from leanrl.tools.ablation import CPU, Group, Pair, Side, eager, outcome, pair, told_by_process
+from leanrl.tools.ablation import CPU, Group, Pair, Side, compiled, eager, in_pieces, outcome, pair, told_by_process
 
 TD3 = Group(f"TD3, {ENV_ID}", LEGEND)
 REPLAY = Group("The replay of TD3 and SAC, 1,000,000 transitions", LEGEND)
@@ -118,9 +116,6 @@ def td3_update():
 
 @row_of(TD3)
 def td3_one_graph():
-    def in_pieces(fn: Callable) -> Callable:
-        return torch.compile(fn, dynamic=False, options=compile_options(CPU))
-
     broken = updating(reference_learner(fused=True), in_pieces)
     yield same_way("one graph, not .backward() and Adam(fused)", broken, updating(fast_learner()))
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from leanrl.support.executables import untouched
+from leanrl.support.executables import CompiledStep, compile_options, untouched
 from leanrl.tools.trials import REPOSITORY
 
 CPU = torch.device("cpu")
@@ -75,6 +75,16 @@ Compiler = Callable[[Callable], Callable]
 
 def eager(fn: Callable) -> Callable:
     return fn
+
+
+def compiled(**options) -> Compiler:
+    """As the fast rungs compile; ``options`` instead of TorchInductor's that they choose."""
+    return lambda fn: CompiledStep(fn, CPU, **options)
+
+
+def in_pieces(fn: Callable) -> Callable:
+    """As ``torch.compile`` compiles by default: where ``fn`` cannot be traced as one graph, as several."""
+    return torch.compile(fn, dynamic=False, options=compile_options(CPU))
 
 
 def outcome(side: Side) -> list[torch.Tensor]:

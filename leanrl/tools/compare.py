@@ -26,6 +26,7 @@ from leanrl.tools.common import (
     failure_note,
     markdown_table,
     mean_std,
+    new_figure,
     plural,
     results_folder,
     run_tool,
@@ -157,11 +158,8 @@ def mean_curve(curves: Sequence[tuple[list[float], list[float]]]) -> tuple[np.nd
 
 def draw(record: dict, trials: Sequence[Trial]):
     """The figure: bars of sps; episodic return against steps; the same against wall clock."""
-    # Not pyplot, which would look for a screen.
-    from matplotlib.figure import Figure
-
     rows = record["rows"]
-    figure = Figure(figsize=(16, max(4.8, 1.6 + 0.75 * len(rows))), layout="constrained", dpi=120)
+    figure = new_figure(16, max(4.8, 1.6 + 0.75 * len(rows)))
     bars, steps, clock = figure.subplots(1, 3, width_ratios=(1.15, 1, 1))
     notes = [f"{mean_std(row['sps'])}  ({np.mean(row['speedup']):.1f}x)" if row["speedup"] else "" for row in rows]
     draw_bars(

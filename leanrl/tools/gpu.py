@@ -40,6 +40,7 @@ from leanrl.tools.common import (
     fresh_folder,
     markdown_table,
     mean_std,
+    new_figure,
     run_tool,
 )
 from leanrl.tools.gpu_learn import Learning, learn
@@ -505,12 +506,10 @@ def beside_envpool(plan: Plan, rows: Sequence[dict], alone: float) -> str:
 
 def draw_speeds(trials: Sequence[Trial], families: Sequence[Sequence[str]]):
     """Bars of steps per second, one panel a family; the factors are those over its first label, the reference."""
-    from matplotlib.figure import Figure  # not pyplot, which would look for a screen
-
     columns = min(2, len(families))
     lines = math.ceil(len(families) / columns)
     height = 1.0 + 0.75 * max(map(len, families))
-    figure = Figure(figsize=(7 * columns, height * lines), layout="constrained", dpi=120)
+    figure = new_figure(7 * columns, height * lines)
     panels = figure.subplots(lines, columns, squeeze=False).flatten()
     for axes, labels in zip(panels, families, strict=False):
         rows = [row for row in compare.summarize(trials, labels) if row["sps"]]
@@ -529,10 +528,8 @@ def draw_speeds(trials: Sequence[Trial], families: Sequence[Sequence[str]]):
 
 def draw_load(trials: Sequence[Trial], load: Sequence[Sequence[tuple[float, float, float]]]):
     """How busy the GPU was over each run of the first round, one panel a run."""
-    from matplotlib.figure import Figure  # not pyplot, which would look for a screen
-
     first = [(t, points) for t, points in zip(trials, load, strict=True) if points and t.seed == trials[0].seed]
-    figure = Figure(figsize=(11, 0.4 + 1.1 * len(first)), layout="constrained", dpi=120)
+    figure = new_figure(11, 0.4 + 1.1 * len(first))
     panels = figure.subplots(len(first), 1, squeeze=False).flatten()
     for axes, (trial, points) in zip(panels, first, strict=True):
         axes.plot([p[0] for p in points], [p[1] for p in points], color=COLORS[1])

@@ -13,7 +13,7 @@ import torch
 from leanrl.support.run import write_json_atomically
 from leanrl.support.tracking import read_metrics
 from leanrl.tools import compare
-from leanrl.tools.common import COLORS, benchmark_record, clean, describe_machine, markdown_table, mean_std
+from leanrl.tools.common import COLORS, benchmark_record, clean, describe_machine, markdown_table, mean_std, new_figure
 from leanrl.tools.trials import REPOSITORY, Deadline, Trial, end_of, run_child
 
 Learning = Literal["sac", "td3", "pong", "breakout"]
@@ -161,10 +161,8 @@ def learning_table(trials: Sequence[Trial]) -> str:
 
 def draw_learning(trials: Sequence[Trial]):
     """Episodic return against steps and against wall clock; a row an environment, a line a run, a colour a task."""
-    from matplotlib.figure import Figure  # not pyplot, which would look for a screen
-
     env_ids = list(dict.fromkeys(TASKS[trial.label].env_id for trial in trials))
-    figure = Figure(figsize=(14, 1 + 4 * len(env_ids)), layout="constrained", dpi=120)
+    figure = new_figure(14, 1 + 4 * len(env_ids))
     colors = dict(zip(TASKS, COLORS[1:], strict=False))
     x_labels = {"global_step": "environment steps", "charts/wall_seconds": "seconds of wall clock, all starts together"}
     panels = figure.subplots(len(env_ids), 2, squeeze=False)

@@ -38,6 +38,7 @@ from leanrl.tools.common import (
     clean,
     describe_machine,
     markdown_table,
+    new_figure,
     results_folder,
     run_tool,
     write_results,
@@ -296,9 +297,7 @@ def kinds_of(rows: Sequence[dict]) -> list[str]:
 
 def draw(rows: Sequence[dict]):
     """A stacked bar a row, its unprofiled length and its floor marked where they are known."""
-    from matplotlib.figure import Figure  # not pyplot, which would look for a screen
-
-    figure = Figure(figsize=(11, 1.8 + 0.9 * len(rows)), layout="constrained", dpi=120)
+    figure = new_figure(11, 1.8 + 0.9 * len(rows))
     axes = figure.subplots()
     for i, row in enumerate(rows):
         start = 0.0

@@ -34,6 +34,7 @@ from leanrl.tools.common import (
     clean,
     describe_machine,
     markdown_table,
+    new_figure,
     results_folder,
     run_tool,
     write_results,
@@ -226,9 +227,7 @@ def render_table(rows: Sequence[dict]) -> str:
 
 def draw(rows: Sequence[dict]):
     """Two stacked bars a row: the parts, and thinner below them their floors."""
-    from matplotlib.figure import Figure  # not pyplot, which would look for a screen
-
-    figure = Figure(figsize=(11, 1.8 + 0.9 * len(rows)), layout="constrained", dpi=120)
+    figure = new_figure(11, 1.8 + 0.9 * len(rows))
     axes = figure.subplots()
     for i, row in enumerate(rows):
         for values, y, height, alpha in ((row["parts_us"], i, 0.36, 1.0), (row["floors_us"], i + 0.26, 0.12, 0.5)):

@@ -32,6 +32,7 @@ from leanrl.tools.common import (
     draw_bars,
     failure_note,
     markdown_table,
+    new_figure,
     results_folder,
     run_tool,
     write_results,
@@ -196,10 +197,7 @@ def title(args: Args, record: dict) -> str:
 
 def draw(title: str, rows: Sequence[dict]):
     """The figure: a bar for each row, a dot for each round."""
-    # Not pyplot, which would look for a screen.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, max(3.6, 1.4 + 0.7 * len(rows))), layout="constrained", dpi=120)
+    figure = new_figure(10, max(3.6, 1.4 + 0.7 * len(rows)))
     notes = [
         f"{row['median_sps']:,.0f}  ({', '.join(f'{ratio:.1f}x {peer}' for peer, ratio in row['ratios'].items())})"
         for row in rows

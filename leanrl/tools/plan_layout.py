@@ -33,7 +33,7 @@ from leanrl.support.errors import UsageError, bad, require_at_least, require_pos
 from leanrl.support.run import write_json_atomically
 from leanrl.tools.common import benchmark_record, describe_machine, markdown_table, results_folder, run_tool
 from leanrl.tools.layout_parts import Parts, cost_of, measure
-from leanrl.tools.trials import SCRIPTS, read_json, run_groups
+from leanrl.tools.trials import DISTRIBUTED, SCRIPTS, read_json, run_groups
 
 # Up to 128 devices, twice: where three learners cannot share a group's environments, a learner of its own fits any.
 LAYOUTS = (
@@ -216,9 +216,8 @@ def render(predictions: Sequence[Prediction], measured: dict[str, float]) -> str
 def main(args: Args) -> int:
     require_at_least(args, 1, "repeats", "check_updates")
     require_positive(args, "link_gbytes")
-    known = sorted(path.stem for path in SCRIPTS.glob("cleanba_*.py"))
-    if args.script not in known:
-        raise bad("script", args.script, f"is no distributed script; there are {', '.join(known)}")
+    if args.script not in DISTRIBUTED:
+        raise bad("script", args.script, f"is no distributed script; there are {', '.join(DISTRIBUTED)}")
     module = importlib.import_module(f"leanrl.{args.script}")
     script_args = tyro.cli(module.Args, args=list(args.script_args), prog=args.script)
     module.validate(script_args)

@@ -24,7 +24,7 @@ from leanrl.support.checkpoints import load_last_checkpoint
 from leanrl.support.errors import bad, require_at_least
 from leanrl.support.run import write_json_atomically
 from leanrl.tools.common import benchmark_record, describe_machine, markdown_table, results_folder, run_tool
-from leanrl.tools.trials import SCRIPTS, require_distinct, run_groups
+from leanrl.tools.trials import DISTRIBUTED, SCRIPTS, require_distinct, run_groups
 
 LAYOUTS = ("a0-l0-d1", "a0-l0,1-d1", "a0-l1-d1", "a0-l1,2-d1", "a0-l0-d2")
 NUM_ACTOR_THREADS = 2
@@ -175,10 +175,9 @@ def main(args: Args) -> int:
     require_at_least(args, 1, "num_envs", "num_shards", "num_steps", "updates")
     if min(args.lags) < 0:
         raise bad("lags", args.lags, "must be at least 0")
-    known = sorted(path.stem for path in SCRIPTS.glob("cleanba_*.py"))
     for script in args.scripts:
-        if script not in known:
-            raise bad("scripts", script, f"is no distributed script; there are {', '.join(known)}")
+        if script not in DISTRIBUTED:
+            raise bad("scripts", script, f"is no distributed script; there are {', '.join(DISTRIBUTED)}")
     for layout in args.layouts:  # what is bad is told before anything runs
         command(Run(args.scripts[0], layout, 0, True, 1), args, Path())
     out = results_folder(args, "reproduce")

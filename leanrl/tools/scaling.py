@@ -31,6 +31,7 @@ from leanrl.tools.common import (
     clean,
     failure_note,
     markdown_table,
+    new_figure,
     results_folder,
     run_tool,
     write_results,
@@ -186,11 +187,9 @@ def render_table(rows: Sequence[dict], flag: str) -> str:
 
 def draw(heading: str, rows: Sequence[dict], flag: str):
     """The figure: sps against the flag's value, a line through the medians and a dot for each round."""
-    # Not pyplot, which would look for a screen.
-    from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullLocator
 
-    figure = Figure(figsize=(9, 5 + 0.23 * len(rows)), layout="constrained", dpi=120)
+    figure = new_figure(9, 5 + 0.23 * len(rows))
     axes = figure.subplots()
     clean(axes)
     # All colours solid, then all dashed, ...; without the first, which stands for the eager reference elsewhere.

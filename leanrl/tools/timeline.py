@@ -8,7 +8,7 @@ from pathlib import Path
 
 from leanrl.sebulba.learner import TIMELINE_FILE
 from leanrl.support.errors import UsageError
-from leanrl.tools.common import COLORS, clean, markdown_table
+from leanrl.tools.common import COLORS, clean, markdown_table, new_figure
 
 Spans = dict[str, list[tuple[str, float, float]]]
 """part -> (what it did, from, to), in seconds from the first start"""
@@ -50,10 +50,9 @@ def shares(spans: Spans) -> list[tuple[str, str, float]]:
 
 def draw(spans: Spans, title: str):
     """The figure: a row a part, a bar an interval; waiting is pale."""
-    from matplotlib.figure import Figure  # not pyplot, which would look for a screen
     from matplotlib.patches import Patch
 
-    figure = Figure(figsize=(13, 1.6 + 0.5 * len(spans)), layout="constrained", dpi=120)
+    figure = new_figure(13, 1.6 + 0.5 * len(spans))
     axes = figure.subplots()
     kinds = list(dict.fromkeys(what for part in spans.values() for what, *_ in part))
     looks = {kind: {"facecolor": color, "edgecolor": "white"} for kind, color in zip(kinds, cycle(COLORS[1:]))}

@@ -27,6 +27,7 @@ from leanrl.support.tracking import read_metrics
 
 SCRIPTS = Path(__file__).parents[1]
 REPOSITORY = SCRIPTS.parent
+DISTRIBUTED = sorted(path.stem for path in SCRIPTS.glob("cleanba_*.py"))
 
 LEVERS = ("compile", "cudagraphs")
 """What a mode switches on; the mode with none of them is ``eager``."""
