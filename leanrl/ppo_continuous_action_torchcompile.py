@@ -62,7 +62,7 @@ class Args(RunArgs):
     cudagraphs: bool = False
     """replay the policy step and the update as CUDA graphs (tensordict's CudaGraphModule)"""
     env_backend: EnvBackend = "gymnasium"
-    """gymnasium steps the environments in this process, envpool on C++ threads (faster from about 4 environments)"""
+    """gymnasium steps the environments in this process, envpool on C++ threads (faster with many environments)"""
 
     learning_rate: float = 3e-4
     """learning rate of Adam"""

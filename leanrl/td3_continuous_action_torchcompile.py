@@ -67,7 +67,7 @@ class Args(RunArgs):
     cudagraphs: bool = False
     """replay the training step as a CUDA graph (tensordict's CudaGraphModule)"""
     env_backend: EnvBackend = "gymnasium"
-    """gymnasium steps the environments in this process, envpool on C++ threads (faster from about 4 environments)"""
+    """gymnasium steps the environments in this process, envpool on C++ threads (faster with many environments)"""
 
     learning_rate: float = 3e-4
     """learning rate of Adam, for the actor and the critics"""
