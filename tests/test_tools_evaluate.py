@@ -150,19 +150,35 @@ def test_returns_are_those_of_a_rollout_by_hand(script, trained):
 def test_scores_are_those_of_whole_games_by_hand(script, trained):
     """EnvPool's own loop: no lost life ends a game, rewards are the console's, actions are the policy's samples."""
     seeds = [int(np.random.SeedSequence([4, 1_000_000]).generate_state(1)[0] >> 1)]
-    pool = envpool.make("Breakout-v5", env_type="gymnasium", num_envs=1, seed=seeds, noop_max=30)
+    pool = envpool.make("Breakout-v5", env_type="gymnasium", num_envs=1, seed=seeds, noop_max=30, episodic_life=True)
     saved = evaluation.load_model(trained)
     policy = importlib.import_module(f"leanrl.{script}").load_policy(saved["model"], pool_spaces(pool))
     obs, _ = pool.reset()
-    scores = [0.0]
+    scores, lost = [0.0], 0
     while len(scores) <= 2:
         obs, reward, terminated, truncated, infos = pool.step(policy(obs).astype(np.int32))
         scores[-1] += reward[0]
-        assert terminated[0] == (infos["lives"][0] == 0)
-        if terminated[0] or truncated[0]:
+        lost += terminated[0]
+        if infos["lives"][0] == 0 or truncated[0]:
             scores.append(0.0)
             obs, *_ = pool.step(np.zeros(1, np.int32))
+    assert lost == 10, "a game has five lives"
     assert evaluation.play(trained, 2, seed=4) == scores[:2]
+
+
+@pytest.mark.parametrize("script", ATARI[1:2], indirect=True)
+def test_an_agent_that_never_serves_loses_its_lives(trained, monkeypatch):
+    """In training EnvPool serves the ball after a lost life; without that, time would have to run out."""
+    num_steps = 0
+
+    def wait(obs: np.ndarray) -> np.ndarray:
+        nonlocal num_steps
+        num_steps += 1
+        return np.zeros(len(obs), int)
+
+    monkeypatch.setattr(evaluation, "load_policy", lambda *_: wait)
+    (score,) = evaluation.play(trained, 1)
+    assert 0 <= score < 20 and 50 < num_steps < 2_000
 
 
 def pool_spaces(pool) -> SimpleNamespace:

@@ -38,13 +38,15 @@ class AtariProtocol:
     """agent steps, of 4 frames each, at which time runs out"""
 
     def for_evaluation(self, sticky: bool) -> "AtariProtocol":
-        """Whole games and their own rewards, by an agent that was trained under this protocol.
+        """The games' own rewards, for an agent that was trained under this protocol.
+
+        Lives stay what they were: under ``episodic_life`` EnvPool serves the next ball, where a game has one, and an
+        agent that never had to would let time run out. ``infos["game_over"]`` tells where a whole game ends.
 
         Args:
             sticky: whether actions stick, with the usual probability of 0.25.
         """
-        played = replace(self, episodic_life=False, reward_clip=False)
-        return replace(played, repeat_action_probability=0.25 if sticky else 0.0)
+        return replace(self, reward_clip=False, repeat_action_probability=0.25 if sticky else 0.0)
 
 
 CLEANRL = AtariProtocol()

@@ -158,13 +158,17 @@ def make_evaluation_envs(args: dict, seed: int, rendering: bool, protocol: Atari
 def _play_episode(
     envs: gym.vector.VectorEnv, policy: Policy, obs: np.ndarray, show: Callable[[int, bool], None]
 ) -> float:
-    """Plays on from ``obs`` until the episode terminates or runs out of time; returns the sum of its rewards."""
+    """Plays on from ``obs`` until the episode (a whole game, on Atari) ends or runs out of time.
+
+    Returns:
+        the sum of its rewards.
+    """
     episodic_return, step, done = 0.0, 0, False
     show(step, done)
     while not done:
-        obs, reward, terminated, truncated, _ = envs.step(policy(obs))
+        obs, reward, terminated, truncated, infos = envs.step(policy(obs))
         episodic_return += float(reward[0])
-        step, done = step + 1, bool(terminated[0] or truncated[0])
+        step, done = step + 1, bool(infos.get("game_over", terminated | truncated)[0])
         show(step, done)
     return episodic_return
 
