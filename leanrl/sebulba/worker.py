@@ -81,7 +81,7 @@ class Worker:
         seed_everything(args.seed)
         is_image = self._space.dtype == np.uint8
         set_cpu_numerics(learner_threads(args, layout, is_image))
-        if is_image:
+        if is_image and device.type == "cpu":
             keep_freed_memory()
         agent = self._make_agent()
         optimizer = self._algorithm.make_optimizer(agent, args)
