@@ -1,5 +1,6 @@
 """The one-graph rungs: what their step does and waits for, and that it computes what the siblings' compute."""
 
+import gc
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
@@ -23,8 +24,8 @@ class FakeStream:
 
     device = None
 
-    def __init__(self, log: list):
-        self.log = log
+    def __init__(self, log: list, priority: int = 0):
+        self.log, self.priority = log, priority
 
     def wait_stream(self, stream) -> None:
         pass
@@ -33,6 +34,7 @@ class FakeStream:
         return len(self.log)
 
     def wait_event(self, event: int) -> None:
+        assert self.priority == -1, "acting goes before the critics' updates"
         self.log.append(("act waits for", self.log[:event][-1]))
 
 
@@ -44,6 +46,7 @@ def fake_cuda(monkeypatch):
     @contextmanager
     def capture(graph, stream, capture_error_mode):
         assert capture_error_mode == "thread_local"
+        assert not gc.isenabled(), "a graph that is destroyed in a capture invalidates it"
         start = len(log)
         yield
         graph.work = log[start:]
@@ -54,7 +57,7 @@ def fake_cuda(monkeypatch):
             log.extend(self.work)
 
     fakes = SimpleNamespace(
-        Stream=lambda device: FakeStream(log),
+        Stream=lambda device, priority=0: FakeStream(log, priority),
         Event=lambda external: SimpleNamespace(
             record=lambda stream: log.append("acted"), synchronize=lambda: log.append("host waits")
         ),
@@ -70,7 +73,8 @@ def fake_cuda(monkeypatch):
     )
     monkeypatch.setattr(onegraph, "torch", fake_torch)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
-    return log
+    yield log
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize(
