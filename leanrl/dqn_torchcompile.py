@@ -221,8 +221,8 @@ class Staging:
 
     def split(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """``rows`` as the arguments of ``Replay.add``."""
-        obs, next_obs, actions, *told = rows.split(self._widths, 1)
-        return obs, next_obs, actions, *(x.squeeze(1) for x in told)
+        obs, next_obs, actions, *rest = rows.split(self._widths, 1)
+        return obs, next_obs, actions, *(x.squeeze(1) for x in rest)
 
 
 def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:

@@ -529,8 +529,8 @@ def main(args: Args, make_executables: Callable = make_executables, script_file:
             last_dones = dones[-1].copy()
             # A lost life ends the episode that is learned from; what is reported are whole games.
             run.record_episodes(*games.add(scores, game_ends, resets))
-            told = (torch.from_numpy(x).to(device, torch.float32) for x in (rewards, terminations, dones, resets))
-            finish_rollout(rollout, *told, args)
+            outcome = (torch.from_numpy(x).to(device, torch.float32) for x in (rewards, terminations, dones, resets))
+            finish_rollout(rollout, *outcome, args)
 
             for _ in range(args.update_epochs):
                 parts = train_epoch(torch.randperm(batch_size, device=device))

@@ -487,8 +487,8 @@ def main(args: Args) -> None:
             resets = np.concatenate([last_dones[None], dones[:-1]])
             last_dones = dones[-1].copy()
             run.record_episodes(*episodes.add(rewards, dones, resets))
-            told = (torch.from_numpy(x).to(device, torch.float32) for x in (rewards, terminations, dones, resets))
-            finish_rollout(agent, rollout, normalize_rewards, *told, args)
+            outcome = (torch.from_numpy(x).to(device, torch.float32) for x in (rewards, terminations, dones, resets))
+            finish_rollout(agent, rollout, normalize_rewards, *outcome, args)
 
             for _ in range(args.update_epochs):
                 b_inds = torch.randperm(batch_size, device=device)

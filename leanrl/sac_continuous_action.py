@@ -219,7 +219,7 @@ def make_update(
 ) -> tuple[Callable, torch.Tensor]:
     """The function that trains on one batch, and the losses [7] (LOSS_NAMES) that it writes.
 
-    ``update(with_actor, with_targets)``: the flags tell whether this update trains the actor too (and the entropy
+    ``update(with_actor, with_targets)``: the flags say whether this update trains the actor too (and the entropy
     coefficient ``log_alpha.exp()``), and moves the targets.
     """
     device = replay.rows.device
@@ -360,8 +360,8 @@ def main(args: Args) -> None:
             run.record_episodes(*episodes.add_step(rewards, dones, resets))
 
             next_obs = torch.as_tensor(next_obs, dtype=torch.float32, device=device)
-            told = (torch.as_tensor(x, dtype=torch.float32, device=device) for x in (rewards, terminations, resets))
-            replay.add(obs, next_obs, actions, *told)
+            outcome = (torch.as_tensor(x, dtype=torch.float32, device=device) for x in (rewards, terminations, resets))
+            replay.add(obs, next_obs, actions, *outcome)
             obs, resets = next_obs, dones
 
             due = schedule.due(run.global_step)

@@ -299,8 +299,8 @@ def main(args: Args) -> None:
             run.record_episodes(*episodes.add_step(rewards, dones, resets))
 
             next_obs = torch.as_tensor(next_obs, dtype=torch.float32, device=device)
-            told = (torch.as_tensor(x, dtype=torch.float32, device=device) for x in (rewards, terminations, resets))
-            replay.add(obs, next_obs, actions, *told)
+            outcome = (torch.as_tensor(x, dtype=torch.float32, device=device) for x in (rewards, terminations, resets))
+            replay.add(obs, next_obs, actions, *outcome)
             obs, resets = next_obs, dones
 
             due = schedule.due(run.global_step)

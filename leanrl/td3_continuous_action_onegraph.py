@@ -37,7 +37,7 @@ load_policy = sibling.load_policy  # plays the models that this script saves
 
 
 def make_executables(observe: Callable, update: Callable, act: Callable, args: Args, device: torch.device) -> Callable:
-    """As its sibling's, ``advance(told_cpu, with_actor) -> actions``; any number of updates is one graph."""
+    """As its sibling's, ``advance(timestep_cpu, with_actor) -> actions``; any number of updates is one graph."""
     if not args.cudagraphs:
         return sibling.make_executables(observe, update, act, args, device)
 

@@ -39,7 +39,7 @@ from leanrl.support.executables import WARMUP_CALLS, make_executable, untouched
 from leanrl.support.layers import Float32Linear
 from leanrl.support.off_policy import OffPolicyState, named_losses, require_off_policy
 from leanrl.support.optim import FlatAdam
-from leanrl.support.replay import Batch, LastStep, Replay, StepOutcome
+from leanrl.support.replay import Batch, LastStep, Replay, TimestepBuffer
 from leanrl.support.run import Run, seed_everything
 
 
@@ -249,15 +249,15 @@ def make_acting(actor_optimizer: FlatAdam, replay: Replay, last: LastStep, args:
     """What happens between two steps of the environments, around the updates.
 
     Returns:
-        ``observe(told)``: writes a transition to the replay; ``told`` [N, obs_dim + 3] is what the environments made of
-        ``last.actions``, the rows of a StepOutcome;
+        ``observe(timestep)``: writes a transition to the replay; ``timestep`` [N, obs_dim + 3], the rows of a
+        TimestepBuffer, is what the environments returned for ``last.actions``;
         ``act()``: the policy's actions [N, action_dim] with exploration noise;
         ``explore()``: random actions instead.
     """
     actor = actor_optimizer.module
 
-    def observe(told: torch.Tensor) -> None:
-        last.complete(replay, told)
+    def observe(timestep: torch.Tensor) -> None:
+        last.complete(replay, timestep)
 
     def act() -> torch.Tensor:
         actions = actor_optimizer.apply(actor_optimizer.params, last.obs)
@@ -289,15 +289,15 @@ def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray
 
 
 def make_executables(observe: Callable, update: Callable, act: Callable, args: Args, device: torch.device) -> Callable:
-    """The function ``advance(told_cpu, with_actor) -> actions``, compiled and captured as the flags say.
+    """The function ``advance(timestep_cpu, with_actor) -> actions``, compiled and captured as the flags say.
 
     It observes, takes an update for each element of ``with_actor`` (whether it trains the actor too), and acts: all as
-    one executable for at most one update, in parts for more. ``told_cpu`` is pinned where the device is a GPU.
+    one executable for at most one update, in parts for more. ``timestep_cpu`` is pinned where the device is a GPU.
     """
     executable = partial(make_executable, device=device, compile=args.compile, cudagraphs=args.cudagraphs)
 
-    def step(with_actor: tuple[bool, ...], told: torch.Tensor) -> torch.Tensor:
-        observe(told)
+    def step(with_actor: tuple[bool, ...], timestep: torch.Tensor) -> torch.Tensor:
+        observe(timestep)
         for flag in with_actor:
             update(flag)
         return act()
@@ -307,11 +307,11 @@ def make_executables(observe: Callable, update: Callable, act: Callable, args: A
     just_observe, just_act = executable(observe), executable(act)
     updates = {flag: executable(partial(update, flag)) for flag in (False, True)}
 
-    def advance(told_cpu: torch.Tensor, with_actor: tuple[bool, ...]) -> torch.Tensor:
-        told = told_cpu.to(device, non_blocking=True)
+    def advance(timestep_cpu: torch.Tensor, with_actor: tuple[bool, ...]) -> torch.Tensor:
+        timestep = timestep_cpu.to(device, non_blocking=True)
         if len(with_actor) <= 1:
-            return steps[with_actor](told)
-        just_observe(told)
+            return steps[with_actor](timestep)
+        just_observe(timestep)
         for flag in with_actor:
             updates[flag]()
         return just_act()
@@ -363,17 +363,17 @@ def main(args: Args, make_executables: Callable = make_executables, script_file:
     with Run(args, script_file, device, total_steps=args.total_timesteps // args.num_envs * args.num_envs) as run:
         schedule = state.resume(run)
 
-        outcome = StepOutcome(args.num_envs, obs_dim, device)
+        timestep_buffer = TimestepBuffer(args.num_envs, obs_dim, device)
         with run.warmup():
             touched = [*actor_optimizer.tensors(), *q_optimizer.tensors(), actor_target, critics_target, losses]
             with untouched([*touched, *replay.tensors(), *last], device):
                 # A step that only resets is not stored, and there must be a transition to sample.
-                told_cpu = outcome.write(0.0, 0.0, 0.0, dones=1.0)
+                timestep_cpu = timestep_buffer.write(0.0, 0.0, 0.0, dones=1.0)
                 last.resets.fill_(1.0)
                 replay.size.clamp_(min=1)
                 for with_actor in schedule.patterns(args.policy_frequency):
                     for _ in range(WARMUP_CALLS if args.compile or args.cudagraphs else 1):
-                        advance(told_cpu, with_actor)
+                        advance(timestep_cpu, with_actor)
 
         # resets: whether an environment's next step only resets it (NEXT_STEP autoreset).
         obs, resets = start_envs(envs, episodes, run.resumed and run.resumed["envs"])
@@ -392,18 +392,18 @@ def main(args: Args, make_executables: Callable = make_executables, script_file:
             run.record_episodes(*episodes.add_step(rewards, dones, resets))
             resets = dones
 
-            told_cpu = outcome.write(next_obs, rewards, terminations, dones)
+            timestep_cpu = timestep_buffer.write(next_obs, rewards, terminations, dones)
             due = schedule.due(run.global_step)
             if schedule.begins(run.global_step):
                 run.start_clock()
             if run.global_step < args.learning_starts:
-                observe(told_cpu.to(device, non_blocking=True))
+                observe(timestep_cpu.to(device, non_blocking=True))
                 actions = explore()
             else:
                 first = run.optimizer_steps + 1
                 run.optimizer_steps += due
                 with_actor = tuple(n % args.policy_frequency == 0 for n in range(first, first + due))
-                actions = advance(told_cpu, with_actor)
+                actions = advance(timestep_cpu, with_actor)
 
             if run.log_due():
                 run.log(named_losses(run, LOSS_NAMES, losses))

@@ -47,8 +47,8 @@ def off_policy(name: str, *networks: str):
     update, _ = script.make_update(*optimizers, *targets, replay, script.Args())
     options = [script.Args()] if len(networks) == 2 else []
     observe, act, _ = script.make_acting(optimizers[0], replay, last, *options)
-    told = torch.zeros(NUM_ENVS, OBS_DIM + 3, device=META)
-    return [lambda: observe(told), lambda: update(False), lambda: update(True), act]
+    timestep = torch.zeros(NUM_ENVS, OBS_DIM + 3, device=META)
+    return [lambda: observe(timestep), lambda: update(False), lambda: update(True), act]
 
 
 def td3():

@@ -95,20 +95,20 @@ def test_every_call_is_one_step_and_acting_waits_for_the_actor_alone(with_actor,
         log.append("act")
         return torch.zeros(2)
 
-    advance = OneGraph(lambda told: log.append("observe"), updates, act, torch.device("cpu"))
-    told = torch.zeros(1, 3)
+    advance = OneGraph(lambda timestep: log.append("observe"), updates, act, torch.device("cpu"))
+    timestep = torch.zeros(1, 3)
     for _ in range(CUDAGRAPH_WARMUP + 3):
         log.clear()
-        advance(told, with_actor)
+        advance(timestep, with_actor)
         work = ["observe", *(f"update {flag}" for flag in with_actor), ("act waits for", ready_after)]
         assert log == [*work, "act", "acted", "host waits"]
     with pytest.raises(ValueError, match="the tensor of the first call"):
-        advance(told.clone(), with_actor)
+        advance(timestep.clone(), with_actor)
 
 
 def test_memory_that_is_not_pinned_is_refused(fake_cuda, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: False)
-    advance = OneGraph(lambda told: None, {}, lambda: torch.zeros(2), torch.device("cpu"))
+    advance = OneGraph(lambda timestep: None, {}, lambda: torch.zeros(2), torch.device("cpu"))
     with pytest.raises(ValueError, match="pinned"):
         advance(torch.zeros(1, 3), ())
 
@@ -158,7 +158,7 @@ def test_graphs_compute_what_the_eager_sibling_computes(script, compiled, num_en
     (_, ours), (_, theirs) = (newest_checkpoint(tmp_path / rung) for rung in modes)
     assert ours["run"]["optimizer_steps"] == theirs["run"]["optimizer_steps"] == 100
     ours, theirs = ours["script"], theirs["script"]
-    # What the environments were told to do: none of it stale.
+    # What the environments were given to do: none of it stale.
     assert_near(ours["replay"]["rows"], theirs["replay"]["rows"], tolerance=1e-2 if compiled else 1e-4)
     for part in ("actor", "critics"):
         for name, parameter in ours[part].items():

@@ -117,7 +117,7 @@ def test_checks_tell_equal_training_and_what_failed(results):
     assert rung == {"check": f"{RUNG} trains as eager", "passed": True, "detail": "bit for bit"}
     if not torch.cuda.is_available():  # the checks of graphs cannot pass; their end says how many there were
         assert len(graphs) == len(gpu_checks.CHECKS) + 1 and not any(row["passed"] for row in graphs)
-        assert graphs[-1]["detail"] == f"exit 0, {len(gpu_checks.CHECKS)} checks told"
+        assert graphs[-1]["detail"] == f"exit 0, {len(gpu_checks.CHECKS)} checks reported"
         assert "Traceback" in graphs[-1]["output"]
         assert not results.passed
 

@@ -153,7 +153,7 @@ def test_curves_of_different_lengths_are_drawn_where_all_have_been(tmp_path, cap
     assert (band.x[0], band.x[-1]) == (300, 1200)
     # With a window of one log point all three are the same line.
     np.testing.assert_allclose(band.iqm, band.x / 300 - 1)
-    plot.tell_weaknesses(plot.group_curves(curves, []))
+    plot.warn_of_weaknesses(plot.group_curves(curves, []))
     assert "drawn to step 1,200" in capsys.readouterr().err
 
 

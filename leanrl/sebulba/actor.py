@@ -186,7 +186,7 @@ class ActorThread(threading.Thread):
         Args:
             rollout: one for each of ``pieces``, to be filled.
             header: what is known already; ``rollout.header`` gets it with the times.
-            obs, resets: [n, ...] what the environments said last, and whether their next step only resets them.
+            obs, resets: [n, ...] what the environments returned last, and whether their next step only resets them.
 
         Returns:
             obs and resets for the next one.
@@ -225,8 +225,8 @@ class ActorThread(threading.Thread):
             returns[step, ends], lengths[step, ends] = self._episodes.add_step(raw_rewards, ends, resets)
             resets = dones[step].copy()
 
-        told = {"rewards": rewards, "terminations": terminations, "dones": dones, "resets": all_resets}
-        told |= {"returns": returns, "lengths": lengths}
+        outcome = {"rewards": rewards, "terminations": terminations, "dones": dones, "resets": all_resets}
+        outcome |= {"returns": returns, "lengths": lengths}
         header = header._replace(
             ended=time.time(), inference=inference, env_step=env_step, device_to_host=device_to_host
         )
@@ -234,7 +234,7 @@ class ActorThread(threading.Thread):
             piece.actions.copy_(self._choices[:, 0, columns])
             piece.logprobs.copy_(self._choices[:, 1, columns])
             piece.values.copy_(self._choices[:, 2, columns])
-            for name, array in told.items():
+            for name, array in outcome.items():
                 getattr(piece, name).copy_(torch.from_numpy(array[:, columns]))
             piece.header.copy_(torch.tensor(header, dtype=torch.float64))
         if self._device.type == "cuda":  # the main thread reads it on another stream

@@ -1,4 +1,4 @@
-"""What processes tell each other: gloo on CPUs, NCCL on GPUs, always from the main thread and in the same order.
+"""What processes send each other: gloo on CPUs, NCCL on GPUs, always from the main thread and in the same order.
 
 Each iteration: rollouts from actors to learners, one sum of gradients an optimiser step, one report a learner, and the
 new parameters to the actors that have no learner beside them.
@@ -20,7 +20,7 @@ from leanrl.sebulba.status import PeerLost
 from leanrl.support.run import synchronize
 
 SUPERVISOR_STORE = "LEANRL_SUPERVISOR_STORE"
-# Processes are started together and compile later: one that has not come by then has failed, and told why elsewhere.
+# Processes are started together and compile later: one that has not come by then has failed, and said why elsewhere.
 RENDEZVOUS_SECONDS = 300.0
 
 

@@ -69,7 +69,7 @@ def start(args: SebulbaArgs, script_file: str, algorithm: Algorithm) -> None:
     if as_rank:
         _run_rank(args, script_file, algorithm, layout, device)
         return
-    # What every process would find out, told once and before any is started.
+    # What every process would find out, reported once and before any is started.
     seed_everything(args.seed)
     pool = make_pool(args.env_id, range(1), args.seed, args.protocol)
     algorithm.make_agent(pool.single_observation_space, int(pool.single_action_space.n), args)
@@ -102,7 +102,7 @@ def start(args: SebulbaArgs, script_file: str, algorithm: Algorithm) -> None:
 
 
 def _run_rank(args, script_file: str, algorithm: Algorithm, layout: Layout, device: torch.device) -> None:
-    """Takes the place of rank RANK, to the end of this process; a failure is told."""
+    """Takes the place of rank RANK, to the end of this process; a failure is reported."""
     part = layout.parts[int(os.environ["RANK"])]
     if device.type == "cuda":
         # Groups of one machine, under torchrun, have its devices one after the other.
@@ -118,7 +118,7 @@ def _run_rank(args, script_file: str, algorithm: Algorithm, layout: Layout, devi
         Worker(args, script_file, algorithm, layout, part, device, status).run()
     except UsageError:
         raise
-    except Stopped:  # an actor thread has failed, and told it
+    except Stopped:  # an actor thread has failed, and reported it
         status.wait_until_told()
         _end_process(1)
     except Exception as error:

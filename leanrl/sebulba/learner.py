@@ -88,9 +88,9 @@ class Learner:
         times = Times(started, filled, updated, filled - started, self._collectives.all_reduce_seconds - all_reduce)
         check = number % self._args.checksum_frequency == 0 or number == last
         sum_of_bits = checksum(self._optimizer.params) if check else 0
-        told = [header for _, header in headers]
-        asked_to_stop = stop_requested() or any(header.stop for header in told)
-        written = write_report(asked_to_stop, sum_of_bits, times, told, self._shards, self._num_pieces)
+        piece_headers = [header for _, header in headers]
+        asked_to_stop = stop_requested() or any(header.stop for header in piece_headers)
+        written = write_report(asked_to_stop, sum_of_bits, times, piece_headers, self._shards, self._num_pieces)
         reports = read_reports(self._layout, self._collectives.gather_reports(written), self._args.num_steps)
         for learner, report in enumerate(reports):
             if report.checksum != reports[0].checksum:

@@ -20,7 +20,7 @@ class Streams:
 
     def __init__(self, seed: int, purpose: int) -> None:
         self._seed, self._purpose = seed, purpose
-        # One generator that is told its place each time: making a new one takes four times as long.
+        # One generator that is put in its place each time: making a new one takes four times as long.
         self._philox = np.random.Philox(0)
         self._generator = np.random.Generator(self._philox)
 

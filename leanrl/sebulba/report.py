@@ -1,4 +1,4 @@
-"""What every learner tells the others after an update: whether to stop, its times, and the episodes that ended."""
+"""What every learner reports to the others after an update: whether to stop, its times, and the episodes that ended."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -65,8 +65,8 @@ def read_reports(layout: Layout, reports: torch.Tensor, num_steps: int) -> list[
         width, fields = len(Times._fields), len(Header._fields)
         headers = [Header(*rest[i : i + fields]) for i in range(width, width + fields * len(pieces), fields)]
         returns, lengths = episodes.view(2, num_steps, num_envs)
-        told = list(zip(pieces, headers, strict=True))
-        read.append(Report(bool(stop), int(sum_of_bits), Times(*rest[:width]), told, returns, lengths))
+        piece_headers = list(zip(pieces, headers, strict=True))
+        read.append(Report(bool(stop), int(sum_of_bits), Times(*rest[:width]), piece_headers, returns, lengths))
     return read
 
 

@@ -12,7 +12,7 @@ from leanrl.sebulba.mailbox import Stalled
 
 STATUS_FD = "LEANRL_STATUS_FD"
 HEARTBEAT_SECONDS = 0.5
-# An actor thread's error is told at once; the process that it stops with it has this long to come to its end.
+# An actor thread's error is reported at once; the process that it stops with it has this long to come to its end.
 GRACE_SECONDS = 5
 # Characters: a line of a pipe's 4,096 bytes at most is written whole, with no heartbeat inside.
 LONGEST_REASON = 900

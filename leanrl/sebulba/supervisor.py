@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from leanrl.sebulba.status import HEARTBEAT_SECONDS, STATUS_FD
 
 POLL_SECONDS = 0.1
-# After the first failure the others have this long to tell theirs: a dead process's peers may notice it first.
+# After the first failure the others have this long to report theirs: a dead process's peers may notice it first.
 EXPLAIN_SECONDS = 1.0
 # A process that lives writes every HEARTBEAT_SECONDS, once it has imported what it needs.
 START_SECONDS = 300.0
@@ -36,7 +36,7 @@ class Child:
     last_sign: float = 0.0
     """when it last wrote, time.monotonic(); before it has, START_SECONDS after its start"""
     failures: list[dict] = field(default_factory=list)
-    """what it told, see ``Status.fail``"""
+    """what it reported, see ``Status.fail``"""
 
     def start(self) -> None:
         self.pipe, theirs = os.pipe()
@@ -90,7 +90,7 @@ class Supervisor:
         self._signals: list[int] = []
 
     def run(self) -> int:
-        """Starts the children and waits for their end; returns the exit code. What failed is told on stderr."""
+        """Starts the children and waits for their end; returns the exit code. What failed is reported on stderr."""
         former = {number: signal.signal(number, self._forward) for number in FORWARDED}
         try:
             with selectors.DefaultSelector() as self._selector:
@@ -152,11 +152,11 @@ class Supervisor:
         codes = [child.process.poll() for child in self._children]
         if not failed and not any(codes):
             return 0
-        if 2 in codes:  # bad input, which the child has told in one line
+        if 2 in codes:  # bad input, which the child has reported in one line
             return 2
-        told = any(child.failures for child in self._children)
+        reported = any(child.failures for child in self._children)
         ended = {-number for number in FORWARDED}
-        if self._signals and not told and ended & {*codes} and {*codes} <= {None, 0, *ended}:
+        if self._signals and not reported and ended & {*codes} and {*codes} <= {None, 0, *ended}:
             return 128 + self._signals[0]  # asked to stop before it had begun
         print(self._explain(), file=sys.stderr, flush=True)
         return 1
@@ -173,18 +173,18 @@ class Supervisor:
         for name, number in killed.items():
             if number == signal.SIGKILL:
                 return f"{name} killed by signal {number}"
-        told = [failure for child in self._children for failure in child.failures]
-        for failure in told:
+        failures = [failure for child in self._children for failure in child.failures]
+        for failure in failures:
             if failure["kind"] == "error":
                 return failure["message"]
         for name, number in killed.items():  # a library may abort where another process has raised an error
             return f"{name} killed by signal {number}"
         if (silent := self._silent(min(SILENT_SECONDS, self._timeout))) is not None:
             seconds = time.monotonic() - silent.last_sign
-            waiting = f"; {told[0]['message']}" if told else ""
+            waiting = f"; {failures[0]['message']}" if failures else ""
             return f"{silent.name} has not answered for {seconds:.0f} s{waiting}"
         for kind in ("stall", "lost"):
-            for failure in told:
+            for failure in failures:
                 if failure["kind"] == kind:
                     return failure["message"]
         child = next(child for child in self._children if child.failed)

@@ -51,7 +51,7 @@ class Worker:
         algorithm: the script's.
         layout, part: who is there, and which of them this is.
         device: of this process.
-        status: tells failures of the actor threads.
+        status: reports failures of the actor threads.
 
     Raises:
         UsageError: the environment is not there, or not one to learn.
@@ -112,7 +112,7 @@ class Worker:
                 collectives.barrier()
             stack.callback(_stop_threads, threads, source)
             # Told first: ending the threads, and a process group that is broken, may take a while.
-            stack.push(_teller(self._status))
+            stack.push(_reporter(self._status))
             for thread in threads:
                 thread.start()
 
@@ -234,14 +234,14 @@ class Worker:
                 print(f"model: {upload_run(run.dir, args.hf_entity)}", flush=True)
 
 
-def _teller(status: Status) -> Callable:
-    """An exit callback that tells an error, unless it is bad input or an actor thread's, which that has told."""
+def _reporter(status: Status) -> Callable:
+    """An exit callback that reports an error, but for bad input and an actor thread's, which are reported already."""
 
-    def tell(kind, error, traceback) -> None:
+    def report(kind, error, traceback) -> None:
         if isinstance(error, Exception) and not isinstance(error, UsageError | Stopped):
             status.fail(error)
 
-    return tell
+    return report
 
 
 def _stop_threads(threads: list[ActorThread], source: ParamsSource | None) -> None:

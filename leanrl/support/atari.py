@@ -6,7 +6,7 @@ What EnvPool 1.2 says, which differs from what Gymnasium's own Atari wrappers sa
   out with the same step: then only ``truncated`` is. ``info["terminated"]`` is 1 where the game is over, always.
 - The step after a done only resets, and returns reward 0: the game after its end, or play after a lost life. What the
   game scores while it gets going again is lost. ``info["elapsed_step"]`` counts the steps of a game, those that only
-  reset left out, so it does not tell a lost life from any other step.
+  reset left out, so it does not distinguish a lost life from any other step.
 - ``info["reward"]`` is what the game gave, whatever the reward that is learned from.
 - Time that runs out ends the game, whatever lives are left.
 """
@@ -41,7 +41,7 @@ class AtariProtocol:
         """The games' own rewards, for an agent that was trained under this protocol.
 
         Lives stay what they were: under ``episodic_life`` EnvPool serves the next ball, where a game has one, and an
-        agent that never had to would let time run out. ``infos["game_over"]`` tells where a whole game ends.
+        agent that never had to would let time run out. ``infos["game_over"]`` says where a whole game ends.
 
         Args:
             sticky: whether actions stick, with the usual probability of 0.25.

@@ -117,7 +117,7 @@ def use_onednn_products() -> None:
 
 
 def cpu_name() -> str:
-    """The processor's name as the operating system tells it."""
+    """The processor's name as the operating system has it."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

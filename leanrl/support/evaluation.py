@@ -230,7 +230,7 @@ def make_rendering_env(env_id: str) -> gym.Env:
         raise
     except Exception as error:  # OpenGL's many ways to be absent have no common class
         reason = " ".join(str(error).split()) or type(error).__name__
-        if not isinstance(error, gym.error.DependencyNotInstalled):  # which tells its remedy itself
+        if not isinstance(error, gym.error.DependencyNotInstalled):  # which names its remedy itself
             reason += "; MuJoCo needs OpenGL: install libegl1 (Debian: apt install libegl1) and set MUJOCO_GL=egl"
     else:
         if isinstance(frame, np.ndarray) and frame.ndim == 3:
@@ -245,7 +245,7 @@ def make_rendering_env(env_id: str) -> gym.Env:
 def film(env: gym.Env | gym.vector.VectorEnv, path: Path):
     """Gives a function ``show(step, done)`` that films the state of ``env`` after each step of one episode.
 
-    Plays at the environment's own speed, which EnvPool tells of Atari only (else: a step a frame, MAX_VIDEO_FPS a
+    Plays at the environment's own speed, which EnvPool knows of Atari only (else: a step a frame, MAX_VIDEO_FPS a
     second); of more than MAX_VIDEO_FPS frames a second every n-th is kept, and the last.
     """
     fps = env.metadata.get("render_fps") or MAX_VIDEO_FPS

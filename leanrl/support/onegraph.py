@@ -70,11 +70,11 @@ def pinned_like(x: torch.Tensor) -> torch.Tensor:
 
 
 class OneGraph:
-    """The function ``advance(told_cpu, with_actor) -> actions``: one replay of one graph for each pattern of updates.
+    """The function ``advance(timestep_cpu, with_actor) -> actions``: one replay of one graph a pattern of updates.
 
-    A graph copies what the environments said to the device, writes the transition, trains, acts, and copies the actions
-    to pinned memory. Against one ``CudaGraphModule`` for each function this saves its copies of the inputs, its clones
-    of the outputs, and all launches but one.
+    A graph copies what the environments returned to the device, writes the transition, trains, acts, and copies the
+    actions to pinned memory. Against one ``CudaGraphModule`` for each function this saves its copies of the inputs, its
+    clones of the outputs, and all launches but one.
 
     Acting waits for the last update that trains the actor, and the host waits for the actions alone: updates of the
     critics after that run beside the acting, and go on while the environments step. The samples are still those of the
@@ -83,7 +83,7 @@ class OneGraph:
     Each pattern is ``Captured``, with what that demands.
 
     Args:
-        observe: takes told [N, ...] on the device; writes what the environments said.
+        observe: takes a timestep [N, ...] on the device; writes it to the replay.
         updates: by whether it trains the actor, a function without arguments. The one that does not must not touch what
             ``act`` reads or writes.
         act: returns the actions [N, ...].
@@ -100,42 +100,42 @@ class OneGraph:
         # external: a node of the graph that the host can wait for, where others only order the graph's nodes.
         self._acted = torch.cuda.Event(external=True)
         self._graphs: dict[tuple[bool, ...], Captured] = {}
-        self._told_cpu: torch.Tensor | None = None
+        self._timestep_cpu: torch.Tensor | None = None
         self._actions_cpu: torch.Tensor | None = None
 
-    def __call__(self, told_cpu: torch.Tensor, with_actor: tuple[bool, ...]) -> torch.Tensor:
+    def __call__(self, timestep_cpu: torch.Tensor, with_actor: tuple[bool, ...]) -> torch.Tensor:
         """One step.
 
         Args:
-            told_cpu: pinned, and the same tensor at every call: the graphs read it where it lies. It may be written to
-                again once this returns.
+            timestep_cpu: pinned, and the same tensor at every call: the graphs read it where it lies. It may be written
+                to again once this returns.
             with_actor: for each update whether it trains the actor.
 
         Returns:
             the actions, in pinned memory that the next call overwrites.
 
         Raises:
-            ValueError: ``told_cpu`` is not pinned, or not the tensor of the first call.
+            ValueError: ``timestep_cpu`` is not pinned, or not the tensor of the first call.
         """
-        if told_cpu is not self._told_cpu:
-            self._take_buffer(told_cpu)
+        if timestep_cpu is not self._timestep_cpu:
+            self._take_buffer(timestep_cpu)
         if with_actor not in self._graphs:
             self._graphs[with_actor] = Captured(partial(self._step, with_actor), self._stream)
         self._graphs[with_actor]()
         self._acted.synchronize()
         return self._actions_cpu
 
-    def _take_buffer(self, told_cpu: torch.Tensor) -> None:
-        if self._told_cpu is not None:
-            raise ValueError("OneGraph reads one buffer: told_cpu must be the tensor of the first call")
-        if not told_cpu.is_pinned():
-            raise ValueError("OneGraph copies without waiting: told_cpu must be in pinned memory")
-        self._told_cpu = told_cpu
-        self._told = told_cpu.to(self._device)
+    def _take_buffer(self, timestep_cpu: torch.Tensor) -> None:
+        if self._timestep_cpu is not None:
+            raise ValueError("OneGraph reads one buffer: timestep_cpu must be the tensor of the first call")
+        if not timestep_cpu.is_pinned():
+            raise ValueError("OneGraph copies without waiting: timestep_cpu must be in pinned memory")
+        self._timestep_cpu = timestep_cpu
+        self._timestep = timestep_cpu.to(self._device)
 
     def _step(self, with_actor: tuple[bool, ...]) -> None:
-        self._told.copy_(self._told_cpu, non_blocking=True)
-        self._observe(self._told)
+        self._timestep.copy_(self._timestep_cpu, non_blocking=True)
+        self._observe(self._timestep)
         actor_is_ready = self._stream.record_event()
         for flag in with_actor:
             self._updates[flag]()

@@ -107,8 +107,8 @@ class Replay:
         self.cursor.copy_(state["cursor"])
 
 
-class StepOutcome:
-    """What the environments made of their actions, side by side on the CPU, so that one copy takes it to the device.
+class TimestepBuffer:
+    """What the environments returned for their actions, side by side on the CPU: one copy takes it to the device.
 
     ``rows`` [N, obs_dim + 3] holds next_obs, reward, termination and done; pinned where ``device`` is a GPU.
     """
@@ -138,13 +138,13 @@ class LastStep(NamedTuple):
         shapes = ((num_envs, obs_dim), (num_envs, action_dim), (num_envs,))
         return cls(*(torch.zeros(shape, device=device) for shape in shapes))
 
-    def complete(self, replay: Replay, told: torch.Tensor) -> None:
+    def complete(self, replay: Replay, timestep: torch.Tensor) -> None:
         """Writes the transition to ``replay`` and begins the next one, whose actions are still to be chosen.
 
         Args:
-            told: [N, obs_dim + 3], the rows of a StepOutcome: what the environments made of the actions.
+            timestep: [N, obs_dim + 3], the rows of a TimestepBuffer: what the environments returned for the actions.
         """
-        next_obs, rewards, terminations, dones = told.split([self.obs.shape[1], 1, 1, 1], 1)
+        next_obs, rewards, terminations, dones = timestep.split([self.obs.shape[1], 1, 1, 1], 1)
         replay.add(self.obs, next_obs, self.actions, rewards.squeeze(1), terminations.squeeze(1), self.resets)
         self.obs.copy_(next_obs)
         self.resets.copy_(dones.squeeze(1))

@@ -108,8 +108,8 @@ def main(args: Args) -> int:
             torch._dynamo.reset()
             try:
                 for line in GROUPS[group].rows[name]():
-                    told = measure(line, args.repeats, progress.set_postfix_str)
-                    lines.append({"group": group, "row": name, **told})
+                    measured = measure(line, args.repeats, progress.set_postfix_str)
+                    lines.append({"group": group, "row": name, **measured})
                     progress.write("{trick}: {gain:.2f}x".format(**lines[-1]))
             except Exception as error:
                 failures[name] = traceback.format_exc()

@@ -26,7 +26,7 @@ WAY_TOLERANCE = 1e-3
 BF16_TOLERANCE = 0.5
 LEGEND = (
     "Each is one environment step, with an update of the critics and every second time one of the actor; "
-    f"{available_cores()} threads\nwhere a row does not tell."
+    f"{available_cores()} threads\nwhere a row does not say."
 )
 
 
@@ -74,7 +74,7 @@ class Learner:
     """One rung's update of TD3 or SAC."""
 
     update: Callable[[bool], None]
-    """trains on one batch; the flag tells whether the actor too"""
+    """trains on one batch; the flag says whether the actor too"""
     results: Sequence[torch.Tensor]
     """to compare beside the parameters"""
     networks: Sequence[dict[str, torch.Tensor]]

@@ -55,14 +55,14 @@ class Parts:
             rollout.actions.copy_(self.agent.actor_mean(rollout.obs[:-1]) + rollout.noise)
             terminations, truncations = (torch.rand(2, *shape) < 0.001).float()
             dones = torch.maximum(terminations, truncations)
-            # What environments would have told: rewards, terminations, dones, resets.
-            self.told = torch.randn(shape), terminations, dones, torch.cat([torch.zeros(1, num_envs), dones[:-1]])
+            # What environments would have returned: rewards, terminations, dones, resets.
+            self.outcome = torch.randn(shape), terminations, dones, torch.cat([torch.zeros(1, num_envs), dones[:-1]])
             self.finish()
             self.minibatches = torch.randperm(self.batch_size).split(minibatch_size)
 
     def finish(self) -> None:
         """The end of a rollout."""
-        fast.finish_rollout(self.agent, self.rollout, self.normalize_rewards, *self.told, self.args)
+        fast.finish_rollout(self.agent, self.rollout, self.normalize_rewards, *self.outcome, self.args)
 
 
 def as_policy(fn: Callable) -> Callable:
@@ -257,7 +257,7 @@ def deferred():
         return parts.act()
 
     def finish() -> None:
-        rewards, terminations, dones, resets = parts.told
+        rewards, terminations, dones, resets = parts.outcome
         rollout.weights.copy_(1.0 - resets)
         rewards = parts.normalize_rewards(rewards, terminations, rollout.weights)
         values = torch.cat([rollout.values, agent.get_value(rollout.obs[-1:])])
@@ -283,8 +283,8 @@ def environment():
         envs.reset(seed=env_seeds(1, 1))
 
         def burst():
-            told = [envs.step(action)[:4] for action in actions]
-            return [torch.from_numpy(np.stack(x)).double() for x in zip(*told, strict=True)]
+            outcomes = [envs.step(action)[:4] for action in actions]
+            return [torch.from_numpy(np.stack(x)).double() for x in zip(*outcomes, strict=True)]
 
         return Side(burst, NUM_STEPS, calls=NUM_STEPS)
 
@@ -331,8 +331,8 @@ def normalization():
                 policy_step(torch.from_numpy(obs))
             resets = np.concatenate([np.zeros_like(dones[:1]), dones[:-1]])
             episodes.add(rewards, dones, resets)
-            told = (torch.from_numpy(x).float() for x in (rewards, terminations, ~resets))
-            return rollout.obs, rollout.actions, normalize_rewards(*told)
+            outcome = (torch.from_numpy(x).float() for x in (rewards, terminations, ~resets))
+            return rollout.obs, rollout.actions, normalize_rewards(*outcome)
 
         return Side(burst, NUM_STEPS, calls=NUM_STEPS)
 
@@ -342,10 +342,10 @@ def normalization():
 @PPO.row
 def gae():
     parts = Parts()
-    rewards, terminations, dones, _ = parts.told
+    rewards, terminations, dones, _ = parts.outcome
     values = torch.cat([parts.rollout.values, torch.zeros(1, 1)])
-    told = rewards, values, terminations, dones, parts.args.gamma, parts.args.gae_lambda
-    loop, scan = (Side(lambda fn=module.compute_gae: [fn(*told)], NUM_STEPS) for module in (reference, fast))
+    inputs = rewards, values, terminations, dones, parts.args.gamma, parts.args.gae_lambda
+    loop, scan = (Side(lambda fn=module.compute_gae: [fn(*inputs)], NUM_STEPS) for module in (reference, fast))
     yield pair("GAE by a scan", loop, scan)
 
 

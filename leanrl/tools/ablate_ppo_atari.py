@@ -304,9 +304,9 @@ def atari_gae():
     rewards, flags = torch.randn(2, NUM_STEPS, NUM_ENVS, generator=generator)
     terminations = dones = (flags > 2).float()
     values = torch.randn(NUM_STEPS + 1, NUM_ENVS, generator=generator)
-    told = rewards, values, terminations, dones, fast.Args.gamma, fast.Args.gae_lambda
+    inputs = rewards, values, terminations, dones, fast.Args.gamma, fast.Args.gae_lambda
     steps = NUM_STEPS * NUM_ENVS
-    loop, scan = (Side(lambda fn=module.compute_gae: [fn(*told)], steps) for module in (reference, fast))
+    loop, scan = (Side(lambda fn=module.compute_gae: [fn(*inputs)], steps) for module in (reference, fast))
     yield pair("GAE by a scan", loop, scan)
 
 

@@ -25,7 +25,7 @@ from leanrl.support.devices import available_cores, set_cpu_numerics
 from leanrl.support.envs import make_envs
 from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.optim import FlatAdam
-from leanrl.support.replay import Batch, Replay
+from leanrl.support.replay import Batch, Replay, TimestepBuffer
 from leanrl.tools.ablate_off_policy import (
     ACTION_DIM,
     ACTOR_SIZES,
@@ -151,11 +151,11 @@ def td3_concatenation():
 @row_of(TD3)
 def td3_one_executable():
     def stepping(parts: Td3, advance: Callable) -> Side:
-        told = torch.randn(NUM_UPDATES, 1, OBS_DIM + 3, generator=torch.Generator().manual_seed(0))
-        told[:, :, -2:] = 0.0  # neither termination nor end
-        told = itertools.cycle(told)
+        timestep = torch.randn(NUM_UPDATES, 1, OBS_DIM + 3, generator=torch.Generator().manual_seed(0))
+        timestep[:, :, -2:] = 0.0  # neither termination nor end
+        timestep = itertools.cycle(timestep)
         learner = replace(parts.learner, results=[*parts.learner.results, parts.last.actions])
-        return bursts(learner, lambda with_actor: advance(next(told), (with_actor,)))
+        return bursts(learner, lambda with_actor: advance(next(timestep), (with_actor,)))
 
     def at_once() -> Side:
         parts = Td3()
@@ -166,8 +166,8 @@ def td3_one_executable():
         observe, act = compiled()(parts.observe), compiled()(parts.act)
         updates = {(flag,): compiled()(partial(parts.update, flag)) for flag in (False, True)}
 
-        def advance(told: torch.Tensor, with_actor: tuple[bool]) -> torch.Tensor:
-            observe(told)
+        def advance(timestep: torch.Tensor, with_actor: tuple[bool]) -> torch.Tensor:
+            observe(timestep)
             updates[with_actor]()
             return act()
 
@@ -216,8 +216,7 @@ def time_steps(freeze: bool) -> None:
     set_cpu_numerics(available_cores())
     parts, envs, episodes = Td3(), make_envs(ENV_ID, 1, 1), EpisodeStatistics(1)
     advance = fast.make_executables(parts.observe, parts.update, parts.act, parts.args, CPU)
-    told_cpu = torch.zeros(1, OBS_DIM + 3)
-    told, resets = told_cpu.numpy(), np.zeros(1, bool)
+    timestep_buffer, resets = TimestepBuffer(1, OBS_DIM, CPU), np.zeros(1, bool)
     envs.reset()
 
     def step(with_actor: bool, actions: torch.Tensor) -> torch.Tensor:
@@ -226,8 +225,7 @@ def time_steps(freeze: bool) -> None:
         dones = terminations | truncations
         episodes.add_step(rewards, dones, resets)
         resets = dones
-        told[:, :OBS_DIM], told[:, OBS_DIM], told[:, -2], told[:, -1] = next_obs, rewards, terminations, dones
-        return advance(told_cpu, (with_actor,))
+        return advance(timestep_buffer.write(next_obs, rewards, terminations, dones), (with_actor,))
 
     def steps(count: int) -> None:
         actions = parts.last.actions

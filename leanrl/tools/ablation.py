@@ -121,7 +121,7 @@ def pair(trick: str, without: Side, with_: Side, facts: str = "", tolerance: flo
     return Pair(trick, sampler(without), sampler(with_), with_.calls, with_.steps, difference, facts)
 
 
-def measure(line: Pair, repeats: int, tell: Callable[[str], None]) -> dict:
+def measure(line: Pair, repeats: int, report: Callable[[str], None]) -> dict:
     """Samples both sides in turn, A B, B A, ...; gains are taken within a turn, since the machine's speed drifts."""
     sides = [("without", line.without), ("with", line.with_)]
     if line.steps is None:
@@ -131,7 +131,7 @@ def measure(line: Pair, repeats: int, tell: Callable[[str], None]) -> dict:
             sample()
     turns = []
     for i in range(repeats):
-        tell(f"{line.trick} {i + 1}/{repeats}")
+        report(f"{line.trick} {i + 1}/{repeats}")
         turns.append({name: sample() for name, sample in (sides if i % 2 == 0 else sides[::-1])})
     seconds = {name: statistics.median(turn[name] for turn in turns) / line.calls for name, _ in sides}
     saved = statistics.median(turn["without"] - turn["with"] for turn in turns)

@@ -159,7 +159,7 @@ def check(
                 exit_code, _ = of_graphs.result()
                 rows += read_json(found)
                 if exit_code or not all(row["passed"] for row in rows):
-                    detail = f"exit {exit_code}, {len(rows)} checks told"
+                    detail = f"exit {exit_code}, {len(rows)} checks reported"
                     row = {"check": "gpu_checks finds nothing", "passed": False, "detail": detail}
                     rows.append(row | {"output": end_of(log)})
             trials = [[future.result() for future in family] for family in futures]

@@ -141,7 +141,7 @@ class Scene:
 
         updates = {flag: lambda flag=flag: update(flag) for flag in (False, True)}
         self.advance = OneGraph(self.obs.copy_, updates, lambda: self.actor + 2 * self.obs, device)
-        self.told = torch.zeros(4).pin_memory()
+        self.timestep = torch.zeros(4).pin_memory()
 
 
 @check
@@ -153,8 +153,8 @@ def actions(device: torch.device) -> None:
     for i in range(4 * WARMUP_CALLS):
         with_actor = ((False,), (True,), (True, False), ())[i % 4]
         num_actor_updates += sum(with_actor)
-        scene.told.fill_(float(i))
-        acted = scene.advance(scene.told, with_actor)
+        scene.timestep.fill_(float(i))
+        acted = scene.advance(scene.timestep, with_actor)
         expected = num_actor_updates + 2.0 * i
         require(bool((acted == expected).all()), f"call {i}: actions {acted.tolist()}, not {expected}")
         if i >= 4 * (CUDAGRAPH_WARMUP + 1) and with_actor and not with_actor[-1]:
@@ -181,8 +181,8 @@ def threads(device: torch.device) -> None:
     thread.start()
     try:
         for i in range(WARMUP_CALLS):
-            scene.told.fill_(float(i))
-            require(bool((scene.advance(scene.told, ()) == 2.0 * i).all()), "wrong actions")
+            scene.timestep.fill_(float(i))
+            require(bool((scene.advance(scene.timestep, ()) == 2.0 * i).all()), "wrong actions")
     finally:
         stop.set()
         thread.join()
@@ -282,4 +282,4 @@ def main(path: Path) -> None:
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
     sys.stdout.flush()
-    os._exit(0)  # Python's own end could abort over a process group's threads, after all is told
+    os._exit(0)  # Python's own end could abort over a process group's threads, after everything is reported

@@ -44,7 +44,7 @@ class Plan:
     bf16_modes: tuple[str, ...] = ()
     """those of ``modes`` that run with --amp bf16 too"""
     part_modes: tuple[str, ...] = ()
-    """those of which the parts of a step are told, the last one first"""
+    """those whose parts of a step are shown, the last one first"""
     pool: Pool | None = None
     """whose speed stands beside those of the modes"""
 

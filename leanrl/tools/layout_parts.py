@@ -1,7 +1,7 @@
 """Measures the parts that layouts of actors and learners are made of, for plan_layout: what each costs on this machine.
 
 With the script's own code, each part at two sizes: a rollout of one actor thread (inference and emulation), an update
-of one learner and of two at a time, and messages and sums between two processes. Lines through the two tell the rest.
+of one learner and of two at a time, and messages and sums between two processes. Lines through the two give the rest.
 """
 
 import importlib
@@ -177,8 +177,8 @@ def measure_rollout(
     agent = module.make_agent(space, int(pool.single_action_space.n), script_args).to(device)
     pieces = Layout((0,), (0,), 1, 1, num_envs).pieces_of_thread(0, 0)
     source = ParamsSource(torch.zeros(1, device=device), 0, 0, 60)
-    told = (script_args, device, 0, 1, lambda *error: None)
-    thread = ActorThread("actor thread", pieces, pool, agent, source, *told)
+    rest = (script_args, device, 0, 1, lambda *error: None)
+    thread = ActorThread("actor thread", pieces, pool, agent, source, *rest)
     thread.warm_up()
     obs, _ = pool.reset()
     piece = Rollout.allocate(script_args.num_steps, num_envs, space.shape, torch.from_numpy(obs).dtype, device)
@@ -259,7 +259,7 @@ def time_links(rank: int, num_bytes: tuple[int, int], repeats: int) -> list[tupl
     """(latency, seconds a byte) of a message and of a sum between two processes here.
 
     Args:
-        num_bytes: of the messages and of the sums that are to be told.
+        num_bytes: of the messages and of the sums that are wanted.
     """
     torch.set_num_threads(1)
 

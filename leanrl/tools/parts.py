@@ -3,7 +3,7 @@
 Each script runs in a process of its own, three times: plainly, for its speed; under PyTorch's profiler, for its parts;
 and eagerly under its counter of floating-point operations. The floor of the matrix products is those operations at the
 speed that a large product reaches here (float32, or bfloat16 with --amp bf16). The profiler lengthens what it looks at,
-mostly the many short parts: the speed beside it tells by how much. On a GPU the parts but for the environment are the
+mostly the many short parts: the speed beside it shows by how much. On a GPU the parts but for the environment are the
 times of kernels, and what is left is the wall clock less all of these: too little where kernels run beside each other
 or while the environment steps.
 
@@ -206,7 +206,7 @@ def observe_run(script: str, flags: list[str], what: str) -> dict:
 
 
 def recorded(make_envs: Callable) -> Callable:
-    """``make_envs``, whose environments tell the profiler when they step."""
+    """``make_envs``, whose environments mark for the profiler when they step."""
 
     def make_recorded_envs(*args, **kwargs):
         envs = make_envs(*args, **kwargs)
@@ -247,7 +247,7 @@ def by_part(profile: torch.profiler.profile, steps: int, seconds: float, device_
         if kind == "environment":
             if on_cpu:  # its time is all that happens within it
                 parts[kind] += event.cpu_time_total / steps
-        elif on_gpu and not on_cpu:  # PyTorch's calls are told with the time of the kernels that they start
+        elif on_gpu and not on_cpu:  # PyTorch's calls are reported with the time of the kernels that they start
             parts[kind or OTHER_KERNELS] += event.self_device_time_total / steps
         elif kind is not None and not on_gpu:
             parts[kind] += event.self_cpu_time_total / steps
@@ -280,11 +280,13 @@ def render_table(rows: Sequence[dict]) -> str:
     numbers = {"step_us": "step", "profiled_step_us": "step, profiled"}
     floors = {"mflop": "MFLOP", "floor_us": "floor of the products"}
 
-    def told(row: dict, keys: Iterable[str]) -> list[str]:
+    def cells_of(row: dict, keys: Iterable[str]) -> list[str]:
         return [f"{row[key]:,.0f}" if key in row else "-" for key in keys]
 
     header = ("who", *numbers.values(), *kinds, *floors.values())
-    cells = [(row["who"], *told(row, numbers), *told(row["parts_us"], kinds), *told(row, floors)) for row in rows]
+    cells = [
+        (row["who"], *cells_of(row, numbers), *cells_of(row["parts_us"], kinds), *cells_of(row, floors)) for row in rows
+    ]
     legend = "Microseconds of an environment step; the parts are those of the profiled one."
     return f"{markdown_table(header, cells)}\n\n{legend}"
 

@@ -99,7 +99,7 @@ def ppo(args, peer: str, env, policy: str, policy_kwargs: dict) -> Any:
         ent_coef=args.ent_coef,
         vf_coef=args.vf_coef,
         max_grad_norm=args.max_grad_norm,
-        # Adam's eps is 1e-5 in both without being told.
+        # Adam's eps is 1e-5 in both without being asked.
         policy_kwargs=policy_kwargs,
         seed=args.seed,
         # Small networks: both peers advise against a GPU.
@@ -235,7 +235,7 @@ def make_atari_vec_env(args):
             super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
             self.envs = envs
             self.games = EpisodeStatistics(envs.num_envs)
-            self.told = {name: [[] for _ in range(envs.num_envs)] for name in ("episode_returns", "episode_lengths")}
+            self.ended = {name: [[] for _ in range(envs.num_envs)] for name in ("episode_returns", "episode_lengths")}
 
         def reset(self) -> np.ndarray:
             self.resets = np.zeros(self.num_envs, bool)
@@ -249,9 +249,9 @@ def make_atari_vec_env(args):
             dones = terminations | truncations
             scores, ends = whole_games(rewards, dones, infos)
             ended = self.games.add_step(scores, ends, self.resets)
-            for values, all_told in zip(ended, self.told.values(), strict=True):
+            for values, all_ended in zip(ended, self.ended.values(), strict=True):
                 for i, value in zip(np.flatnonzero(ends), values, strict=True):
-                    all_told[i].append(value)
+                    all_ended[i].append(value)
             self.resets = dones
             # SB3 bootstraps from the last observation where time ran out.
             return (
@@ -270,7 +270,7 @@ def make_atari_vec_env(args):
             )
 
         def get_attr(self, attr_name: str, indices=None) -> list:
-            return self.told.get(attr_name) or [None] * self.num_envs
+            return self.ended.get(attr_name) or [None] * self.num_envs
 
         def set_attr(self, attr_name: str, value, indices=None) -> None:
             raise NotImplementedError

@@ -1,7 +1,7 @@
 """Measures the pip-installed Stable-Baselines3 and SBX beside our scripts: same task, same hyperparameters, in turn.
 
 Every run is a process of its own, one at a time; the order turns around from round to round, and ratios are taken
-within a round. All speeds are measured by the same code (see leanrl.tools.peer_worker, which also tells how the peers'
+within a round. All speeds are measured by the same code (see leanrl.tools.peer_worker, which also shows how the peers'
 algorithms differ). A peer runs with each of --peer-threads and counts with the fastest. Flags after -- are those of the
 eager reference, and go to all.
 

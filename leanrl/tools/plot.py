@@ -321,28 +321,28 @@ def group_curves(curves: Iterable[Curve], labels: Sequence[str]) -> Groups:
     return groups
 
 
-def tell(message: str) -> None:
+def warn(message: str) -> None:
     """One line on stderr about what was left out or is to be taken with care."""
     print(f"plot: {message}", file=sys.stderr)
 
 
-def tell_weaknesses(groups: Groups) -> None:
+def warn_of_weaknesses(groups: Groups) -> None:
     """Tells, one line each, what makes groups say less than they seem to."""
     # How a run is kept, not what it learns.
     bookkeeping = {f.name for f in fields(RunArgs)} | {"seed"}
     for (env_id, label), curves in groups.items():
         name = f"{env_id}, {label}"
         if len(curves) < 3:
-            tell(f"{name}: only {len(curves)} of at least 3 seeds, its interval means little")
+            warn(f"{name}: only {len(curves)} of at least 3 seeds, its interval means little")
         if len({curve.seed for curve in curves}) < len(curves):
-            tell(f"{name}: some seeds are there more than once")
+            warn(f"{name}: some seeds are there more than once")
         keys = set.intersection(*(set(curve.args) for curve in curves)) - bookkeeping
         differing = sorted(key for key in keys if any(c.args[key] != curves[0].args[key] for c in curves))
         if differing:
-            tell(f"{name}: its runs differ in {', '.join(differing)}")
+            warn(f"{name}: its runs differ in {', '.join(differing)}")
         ends = [curve.global_step[-1] for curve in curves]
         if min(ends) < 0.9 * max(ends):
-            tell(
+            warn(
                 f"{name}: drawn to step {min(ends):,.0f}, where its shortest run ends; the longest has {max(ends):,.0f}"
             )
 
@@ -465,9 +465,9 @@ def main(args: Args) -> int:
         others = f" (and {len(complaints) - 1} more like it)" if len(complaints) > 1 else ""
         raise UsageError(f"nothing to draw: {complaints[0]}{others}")
     for complaint in complaints:
-        tell(complaint)
+        warn(complaint)
     groups = group_curves(curves, args.labels)
-    tell_weaknesses(groups)
+    warn_of_weaknesses(groups)
 
     # disable=None: only on a terminal.
     jobs = [(axis, group) for axis in ("global_step", "wall_seconds") for group in groups]

@@ -178,7 +178,7 @@ def main(args: Args) -> int:
     for script in args.scripts:
         if script not in DISTRIBUTED:
             raise bad("scripts", script, f"is no distributed script; there are {', '.join(DISTRIBUTED)}")
-    for layout in args.layouts:  # what is bad is told before anything runs
+    for layout in args.layouts:  # what is bad is reported before anything runs
         command(Run(args.scripts[0], layout, 0, True, 1), args, Path())
     out = results_folder(args, "reproduce")
     rows = []

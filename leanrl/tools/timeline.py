@@ -1,4 +1,4 @@
-"""Who waited for whom in a distributed run, from its timeline.jsonl: what ``plot --timeline`` draws and tells."""
+"""Who waited for whom in a distributed run, from its timeline.jsonl: what ``plot --timeline`` draws and prints."""
 
 import json
 from collections import defaultdict

@@ -38,7 +38,7 @@ RESERVED_FLAGS = ("--total-timesteps", "--seed", "--run-name", "--runs-dir", "--
 # A child asked to stop finishes its update first, or its compilation; past this it is killed.
 STOP_SECONDS = 20
 
-# What is told of the output of a run that failed.
+# How much is shown of the output of a run that failed.
 LOG_LINES = 20
 
 # How often a child's memory and its deadline are looked at while it runs.
@@ -86,7 +86,7 @@ class Trial:
     metrics: list[dict] = field(default_factory=list)
     """the log points without losses"""
     peak_memory_mb: float | None = None
-    """the most memory that the run's processes held in RAM, in 10**6 bytes; None where the system does not tell"""
+    """the most memory that the run's processes held in RAM, in 10**6 bytes; None where the system does not say"""
 
     def read(self) -> None:
         """Takes over what the run has left in its directory so far."""
@@ -151,7 +151,7 @@ def lack(levers: frozenset[str], device: torch.device) -> str | None:
 
 
 def modes_of(script: str, device: torch.device) -> list[frozenset[str]]:
-    """Every mode of ``script`` that this machine has, plainest first; a missing compiler is told in one line."""
+    """Every mode of ``script`` that this machine has, plainest first; a missing compiler is reported in one line."""
     modes = [frozenset()]
     if takes_modes(script):
         modes.append(frozenset({"compile"}))
@@ -242,7 +242,7 @@ def script_module(contender: Contender):
 
 
 def require_valid(contender: Contender) -> None:
-    """UsageError unless the script takes its flags: told before the first run, not when it is this one's turn."""
+    """UsageError unless the script takes its flags: reported before the first run, not when it is this one's turn."""
     module, flags = script_module(contender), contender.command[2:]
     try:
         # tyro would draw a box.
@@ -269,7 +269,7 @@ def run_trials(contenders: Sequence[Contender], seeds: Sequence[int], runs_dir: 
     Ctrl-C does, and keeps what was measured before it: the trials left over are marked as not run.
 
     Raises:
-        SystemExit: with code 2, where a run ends with that code: bad input, which it has told in one line.
+        SystemExit: with code 2, where a run ends with that code: bad input, which it has reported in one line.
         KeyboardInterrupt: by Ctrl-C in the first run.
     """
     trials = []
@@ -325,7 +325,7 @@ def run_child(
         output: file for what it prints; None for this terminal.
 
     Returns:
-        its exit code, and the most memory that it held (None where it ended at once or the system does not tell).
+        its exit code, and the most memory that it held (None where it ended at once or the system does not say).
     """
     # In a process group of its own, Ctrl-C reaches the child through `stop` only: not while it imports, which would
     # print a traceback, and not the compilers that it has started.
@@ -363,7 +363,7 @@ def run_groups(name: str, command: Sequence[str], num_groups: int) -> None:
     """Runs a distributed script's ``command``, all groups on this machine: of several, each as SLURM would start it.
 
     Raises:
-        SystemExit: the run, which is told as ``name``, ended with another exit code than 0; with that one.
+        SystemExit: the run, which is reported as ``name``, ended with another exit code than 0; with that one.
     """
     environ = child_environ()
     if num_groups > 1:
@@ -396,7 +396,7 @@ def peak_memory_mb(pid: int) -> float | None:
     """
     folder = Path(f"/proc/{pid}")
     peak = 0.0
-    with suppress(OSError):  # not every system tells the children, and they may end meanwhile
+    with suppress(OSError):  # not every system lists the children, and they may end meanwhile
         peak, flags = own_peak_memory(folder), command_of(folder)[2:]
         for child in (folder / "task" / str(pid) / "children").read_text().split():
             if command_of(Path("/proc", child))[2:] == flags:
