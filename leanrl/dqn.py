@@ -8,7 +8,7 @@ Its fast sibling, which computes the same numbers, is dqn_torchcompile.py.
     python leanrl/dqn.py --env-id CartPole-v1
     python leanrl/dqn.py --env-id Acrobot-v1 --seed 2 --save-model --capture-video
 
-Measured speed and learning curves: doc/algorithms/dqn.md
+Measured speed and learning curves: doc/benchmarks/dqn.md
 """
 
 from collections.abc import Callable

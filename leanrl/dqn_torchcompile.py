@@ -13,7 +13,7 @@ What is different, most of it with its measured gain in doc/optimizations.md:
 - the greedy action for one observation is compiled into a few loops, without calls of a matrix library;
 - gradients by torch.func, and Adam over one flat vector.
 
-Measured speed and learning curves: doc/algorithms/dqn.md
+Measured speed and learning curves: doc/benchmarks/dqn.md
 """
 
 import math

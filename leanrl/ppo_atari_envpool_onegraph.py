@@ -52,6 +52,7 @@ class Act:
         self._device = device
         self._graph = Captured(self._step, torch.cuda.Stream(device))
         self._obs_cpu: torch.Tensor | None = None
+        self._obs: torch.Tensor | None = None
         self._actions_cpu: torch.Tensor | None = None
 
     def __call__(self, obs: np.ndarray) -> np.ndarray:

@@ -7,7 +7,7 @@ was made fast). ``--compile`` and ``--cudagraphs`` switch each lever by itself.
     python leanrl/ppo_atari_envpool_torchcompile.py --env-id Pong-v5 --compile --amp bf16
     python leanrl/ppo_atari_envpool_torchcompile.py --compile --cudagraphs --num-env-groups 2   # on a CUDA device
 
-What is different (``python -m leanrl.tools.ablate --rows atari`` measures what each is worth):
+What is different (``python -m leanrl.tools.ablate --rows atari`` measures what most of them are worth):
 - frames are kept as blocks of 4 x 4 pixels, which are made once: the first convolution then is one of 2 x 2 blocks; its
   weights do the scaling by 255;
 - parameters and activations are channels last throughout, so that nothing is rearranged in an update;
@@ -17,7 +17,7 @@ What is different (``python -m leanrl.tools.ablate --rows atari`` measures what 
   scan;
 - what an update frees on the CPU stays with the process, instead of being asked for again page by page.
 
-The page of this algorithm: doc/algorithms/ppo_atari.md
+Measured speed and learning curves: doc/benchmarks/ppo_atari_envpool.md
 """
 
 from collections.abc import Callable
@@ -142,7 +142,7 @@ class Conv(nn.Module):
 
 
 def blocks_of_4(images: torch.Tensor) -> torch.Tensor:
-    """[B, C, H, W] -> [B, H / 4, W / 4, C * 4 * 4]: blocks of 4 x 4 pixels, each with all that it holds as channels."""
+    """[B, C, H, W] -> [B, H / 4, W / 4, C * 4 * 4]: blocks of 4 x 4 pixels, of which each number is a channel."""
     batch, channels, height, width = images.shape
     blocks = images.view(batch, channels, height // 4, 4, width // 4, 4).permute(0, 2, 4, 1, 3, 5)
     return blocks.reshape(batch, height // 4, width // 4, channels * 16)
@@ -425,7 +425,7 @@ def make_executables(policy_step: Callable, update: Callable, args: Args, device
     """``policy_step`` and ``update``, compiled and captured as the flags say, with what moves their inputs around them.
 
     Returns:
-        ``act(obs)``: what a pool said [n, ...] -> actions [n], both in NumPy's arrays;
+        ``act(obs)``: a pool's observations [n, ...] -> actions [n], both NumPy's arrays;
         ``train_epoch(b_inds)``: one update for each minibatch of the rows ``b_inds``; returns the last one's parts.
     """
     executable = partial(make_executable, device=device, compile=args.compile, cudagraphs=args.cudagraphs)
@@ -453,7 +453,8 @@ def main(args: Args, make_executables: Callable = make_executables, script_file:
     device = resolve_device(args)
     num_threads = args.num_threads or available_cores()
     set_cpu_numerics(num_threads)
-    keep_freed_memory()
+    if device.type == "cpu":
+        keep_freed_memory()
     batch_size = args.num_envs * args.num_steps
     num_iterations = args.total_timesteps // batch_size
     group_size = args.num_envs // args.num_env_groups
@@ -486,6 +487,7 @@ def main(args: Args, make_executables: Callable = make_executables, script_file:
             optimizer.load_state_dict(run.resumed["optimizer"])
 
         with run.warmup(), untouched([*optimizer.tensors(), rollout.row], device):
+            # TorchInductor builds the number of threads into a CPU's kernels, so each is compiled with its own.
             for _ in range(WARMUP_CALLS if args.cudagraphs else 1):
                 rollout.row.zero_()
                 torch.set_num_threads(1)
@@ -493,7 +495,7 @@ def main(args: Args, make_executables: Callable = make_executables, script_file:
                 torch.set_num_threads(num_threads)
                 train_epoch(torch.arange(batch_size, device=device))
 
-        # What the environments say, on the CPU until the end of the rollout.
+        # What the environments return, on the CPU until the end of the rollout.
         shape = args.num_steps, args.num_envs
         rewards, scores = np.zeros(shape, np.float32), np.zeros(shape)
         terminations, dones, game_ends = np.zeros((3, *shape), bool)

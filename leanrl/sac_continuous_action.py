@@ -8,7 +8,7 @@ Its fast sibling, which computes the same numbers, is sac_continuous_action_torc
     python leanrl/sac_continuous_action.py --env-id HalfCheetah-v5
     python leanrl/sac_continuous_action.py --env-id Hopper-v5 --seed 2 --save-model --capture-video
 
-Measured speed and learning curves: doc/algorithms/sac.md
+Measured speed and learning curves: doc/benchmarks/sac_continuous_action.md
 """
 
 from collections.abc import Callable

@@ -15,7 +15,7 @@ What is different, most of it with its measured gain in doc/optimizations.md:
 - the policy that the entropy coefficient is tuned for is the one that the next actor step starts from: in one graph,
   the compiler computes it once.
 
-Measured speed and learning curves: doc/algorithms/sac.md
+Measured speed and learning curves: doc/benchmarks/sac_continuous_action.md
 """
 
 import math

@@ -13,7 +13,7 @@ What is different, most of it with its measured gain in doc/optimizations.md:
 - the critics are one network with a batch dimension of two;
 - gradients by torch.func, Adam and the targets' averages over one flat vector each.
 
-Measured speed and learning curves: doc/algorithms/td3.md
+Measured speed and learning curves: doc/benchmarks/td3_continuous_action.md
 """
 
 from collections.abc import Callable

@@ -26,9 +26,9 @@ def play(envs, num_steps, change=None):
     for _ in range(num_steps):
         actions = rng.integers(0, envs.single_action_space.n, envs.num_envs)
         obs, rewards, terminations, truncations, infos = envs.step(change(resets, actions) if change else actions)
-        told = {key: value.copy() for key, value in infos.items() if isinstance(value, np.ndarray)}
+        returned = {key: value.copy() for key, value in infos.items() if isinstance(value, np.ndarray)}
         # "reward" is what the game gave, "rewards" what is learned from.
-        steps.append({"obs": obs[:, -1], "rewards": rewards, "resets": resets, **told})
+        steps.append({"obs": obs[:, -1], "rewards": rewards, "resets": resets, **returned})
         steps[-1] |= {"terminations": terminations, "truncations": truncations}
         resets = terminations | truncations
     envs.close()
@@ -73,7 +73,10 @@ def test_time_that_runs_out_ends_the_game_whatever_lives_are_left(protocol):
     out = steps["elapsed_step"] == 40
     assert out.sum() >= 8 and (steps["lives"][out] > 0).any()
     np.testing.assert_array_equal(steps["truncations"], out)
-    assert steps["game_over"][out].all() and not steps["terminations"][out].any()
+    assert steps["game_over"][out].all()
+    # A life that is lost with that very step is lost.
+    lives_lost = (steps["lives"] < np.roll(steps["lives"], 1, 0)) & protocol.episodic_life
+    np.testing.assert_array_equal(steps["terminations"][out], lives_lost[out])
     after = np.roll(out, 1, 0)
     after[0] = False
     assert (steps["lives"][after] == 5).all() and (steps["elapsed_step"][after] == 0).all()
@@ -88,6 +91,38 @@ def test_a_game_that_is_over_when_time_runs_out_has_terminated():
     assert steps["terminations"].sum() == 1
 
 
+def test_a_life_lost_as_time_runs_out_is_lost():
+    steps = play(breakout(num_envs=1), 100)
+    length = steps["elapsed_step"][steps["terminations"]][0]
+    steps = play(breakout(num_envs=1, protocol=replace(CLEANRL, max_episode_steps=int(length))), length)
+    last = {key: steps[key][-1, 0] for key in ("terminations", "truncations", "game_over", "lives")}
+    assert last == {"terminations": True, "truncations": True, "game_over": True, "lives": 4}
+
+
+def test_a_game_that_ends_in_a_reset_is_over(monkeypatch):
+    """The frames without action after a lost life take the last one too: EnvPool begins anew, and marks nothing."""
+    envs = breakout(num_envs=2)
+    envs.reset()
+    # Lives, terminations and rewards of two environments; the second one's game goes on.
+    script = [([5, 5], [0, 0], [1, 1]), ([1, 1], [1, 1], [2, 2]), ([5, 1], [0, 0], [0, 0]), ([5, 1], [0, 0], [3, 3])]
+
+    def recv(self):
+        lives, terminations, rewards = map(np.array, script.pop(0))
+        infos = {"lives": lives, "terminated": np.zeros(2, int), "reward": rewards}
+        return None, rewards, terminations.astype(bool), np.zeros(2, bool), infos
+
+    monkeypatch.setattr(EnvPoolVectorEnv, "recv", recv)
+    games, resets, ended = EpisodeStatistics(2), np.zeros(2, bool), []
+    while script:
+        _, rewards, terminations, _, infos = envs.recv()
+        returns, lengths = games.add_step(*whole_games(rewards, terminations, infos), resets)
+        ended.append(infos["game_over"].tolist())
+        if any(ended[-1]):
+            assert (list(returns), list(lengths)) == ([3.0], [2])
+        resets = terminations
+    assert ended == [[False, False], [False, False], [True, False], [False, False]]
+
+
 @pytest.mark.parametrize("max_episode_steps", [27_000, 250])
 def test_statistics_count_whole_games_unclipped(max_episode_steps):
     """Ms. Pacman: 3 lives, rewards of 10 and more."""
@@ -99,13 +134,13 @@ def test_statistics_count_whole_games_unclipped(max_episode_steps):
     games, counted = [], []
     statistics, scores = EpisodeStatistics(NUM_ENVS), [0.0] * NUM_ENVS
     for t in range(2 * NUM_STEPS):
-        told = {key: steps[key][t] for key in steps}
-        dones = told["terminations"] | told["truncations"]
-        counted += zip(*statistics.add_step(*whole_games(told["rewards"], dones, told), told["resets"]), strict=True)
+        step = {key: steps[key][t] for key in steps}
+        dones = step["terminations"] | step["truncations"]
+        counted += zip(*statistics.add_step(*whole_games(step["rewards"], dones, step), step["resets"]), strict=True)
         for i in range(NUM_ENVS):
-            scores[i] += told["reward"][i]
-            if (told["lives"][i] == 0 and not told["resets"][i]) or told["elapsed_step"][i] == max_episode_steps:
-                games.append((scores[i], told["elapsed_step"][i]))
+            scores[i] += step["reward"][i]
+            if (step["lives"][i] == 0 and not step["resets"][i]) or step["elapsed_step"][i] == max_episode_steps:
+                games.append((scores[i], step["elapsed_step"][i]))
                 scores[i] = 0.0
     assert len(games) >= NUM_ENVS
     assert len(games) < steps["terminations"].sum() + steps["truncations"].sum()  # lives were lost too
@@ -187,9 +222,9 @@ def test_rendering_shows_the_console_and_changes_nothing():
     [
         ("Brekout-v5", "; did you mean Breakout-v5"),
         ("pong-v5", "; did you mean Pong-v5"),
-        ("BreakoutNoFrameskip-v4", ""),
-        ("HalfCheetah-v5", ""),
-        ("Catch-v0", ""),
+        ("BreakoutNoFrameskip-v4", "; did you mean Breakout-v5"),
+        ("HalfCheetah-v5", "; they are named as in Breakout-v5"),
+        ("Catch-v0", "; did you mean "),
         ("", "; they are named as in Breakout-v5"),
     ],
 )

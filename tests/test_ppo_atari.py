@@ -28,7 +28,6 @@ MODES = {
     "onegraph cudagraphs": (onegraph, dict(compile=False, cudagraphs=True)),
     "onegraph compile+cudagraphs": (onegraph, dict(compile=True, cudagraphs=True)),
 }
-LONG = {"compile": {"bf16"}}
 
 
 def cases() -> list:
@@ -36,7 +35,6 @@ def cases() -> list:
     for mode in MODES:
         for amp in ("none", "bf16"):
             marks = [pytest.mark.cuda] if "cudagraphs" in mode else []
-            marks += [pytest.mark.long] if amp in LONG.get(mode, ()) else []
             found.append(pytest.param((mode, amp), marks=marks, id=f"{mode}-{amp}"))
     return found
 
@@ -105,7 +103,8 @@ def rungs(request, float32_convolutions) -> SimpleNamespace:
             ):
                 getattr(rollout, name)[:NUM_STEPS] = column.view(NUM_STEPS, NUM_ENVS).to(device)
 
-    return SimpleNamespace(**{name: value for name, value in locals().items() if name not in ("request", "generator")})
+    made = dict(plain=plain, quick=quick, flat=flat, rollout=rollout, start=start, act=act, update=update, fill=fill)
+    return SimpleNamespace(amp=amp, args=args, device=device, obs=obs, batch=batch, **made)
 
 
 def minibatches() -> list[torch.Tensor]:
@@ -114,7 +113,7 @@ def minibatches() -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def check_acting(rungs: SimpleNamespace, plain: nn.Module, tolerance: float) -> None:
+def check_acting(rungs: SimpleNamespace, plain: nn.Module, tolerance: float, logprob_tolerance: float) -> None:
     """Some steps of the fast rung against ``plain``'s outputs; the samples are those of the noise."""
     rungs.start()
     seen = []
@@ -127,7 +126,7 @@ def check_acting(rungs: SimpleNamespace, plain: nn.Module, tolerance: float) -> 
         # Where rounding decides between two actions, it may.
         assert ((logits + noise).amax(1) - (logits + noise).gather(1, actions[:, None])[:, 0] <= tolerance).all()
         logprob = logits.log_softmax(1).gather(1, actions[:, None])[:, 0]
-        torch.testing.assert_close(rungs.rollout.logprobs[t].cpu(), logprob, rtol=0, atol=tolerance)
+        torch.testing.assert_close(rungs.rollout.logprobs[t].cpu(), logprob, rtol=0, atol=logprob_tolerance)
         torch.testing.assert_close(rungs.rollout.values[t].cpu(), value, rtol=0, atol=tolerance)
         assert torch.equal(rungs.rollout.actions[t].cpu(), actions)
         assert torch.equal(rungs.rollout.obs[t].cpu(), rungs.quick.pack(obs))
@@ -141,7 +140,8 @@ def test_fifty_updates_equal_the_reference(rungs) -> None:
     before = {name: p.detach().clone() for name, p in plain.named_parameters()}
     for name, parameter in parameters_of(rungs.quick).items():
         assert torch.equal(parameter.cpu(), before[name]), name
-    check_acting(rungs, plain, tolerance=1e-5 if rungs.amp == "none" else 0.05)
+    tolerances = (1e-5, 1e-5) if rungs.amp == "none" else (0.02, 1e-3)
+    check_acting(rungs, plain, *tolerances)
 
     optimizer = torch.optim.Adam(plain.parameters(), lr=rungs.args.learning_rate, eps=1e-5)
     plain_update = reference.make_update(plain, optimizer, reference.Args(amp=rungs.amp))
@@ -166,11 +166,16 @@ def test_fifty_updates_equal_the_reference(rungs) -> None:
             assert drifts[-1][name].mean() < 0.05 * moved, name
         else:
             assert drifts[-1][name].mean() < 0.45 * moved, name
+    parts, plain_parts = torch.stack(parts), torch.stack(plain_parts)
     if rungs.amp == "none":
-        torch.testing.assert_close(torch.stack(parts), torch.stack(plain_parts), rtol=1e-3, atol=1e-3)
-    # And what acts now is what was learned: the rounded copy of the parameters is not a stale one.
+        torch.testing.assert_close(parts, plain_parts, rtol=1e-3, atol=1e-3)
+    else:  # one row of 16 that rounding takes over the clip's edge is much of clipfrac
+        torch.testing.assert_close(parts[0], plain_parts[0], rtol=2e-3, atol=1e-3)
+        torch.testing.assert_close(parts[:, :-1], plain_parts[:, :-1], rtol=2e-2, atol=2e-2)
+    # And what acts now is what was learned: with a stale copy of the parameters the log-probabilities are 0.017 apart.
     plain.load_state_dict(parameters_of(rungs.quick))
-    check_acting(rungs, plain, tolerance=1e-4 if rungs.amp == "none" else 0.3)
+    tolerances = (1e-4, 1e-4) if rungs.amp == "none" else (0.05, 5e-3)
+    check_acting(rungs, plain, *tolerances)
 
 
 @torch.no_grad()
@@ -204,8 +209,11 @@ def test_the_same_updates_again_give_the_same_bits(rungs) -> None:
         ("ppo_atari_envpool_torchcompile", ["--num-env-groups=4", "--amp=bf16"]),
     ],
 )
-def test_the_first_update_finds_the_policy_that_played(script, flags, tmp_path) -> None:
+def test_the_first_update_finds_the_policy_that_played(script, flags, monkeypatch, tmp_path) -> None:
     """Its ratios are 1: what the rollout holds of a step is of that step, in its place."""
+    module = reference if script == "ppo_atari_envpool" else fast
+    # As it starts, the policy is nearly the same in all steps, and no mistake would be seen.
+    monkeypatch.setattr(module, "layer_init", lambda layer, std=2.0, init=module.layer_init: init(layer, max(std, 2.0)))
     flags = [*tiny(script), *flags, "--num-minibatches=1", "--total-timesteps=192"]
     assert run(script, *flags, f"--runs-dir={tmp_path}", "--run-name=run") == 0
     rows = read_metrics(tmp_path / "run")

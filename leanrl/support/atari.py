@@ -4,9 +4,10 @@ What EnvPool 1.2 says, which differs from what Gymnasium's own Atari wrappers sa
 
 - ``terminated`` is true where a game is over, and under ``episodic_life`` where a life was lost, unless time has run
   out with the same step: then only ``truncated`` is. ``info["terminated"]`` is 1 where the game is over, always.
-- The step after a done only resets, and returns reward 0: the game after its end, or play after a lost life. What the
-  game scores while it gets going again is lost. ``info["elapsed_step"]`` counts the steps of a game, those that only
-  reset left out, so it does not distinguish a lost life from any other step.
+- The step after a done only resets, and returns reward 0: the game after its end, or play after a lost life, too by up
+  to ``noop_max`` frames without action and, where the game has it, by pressing fire. What the game scores meanwhile is
+  lost, and one that ends meanwhile begins anew unmarked. ``info["elapsed_step"]`` counts the steps of a game, those
+  that only reset left out, so it does not distinguish a lost life from any other step.
 - ``info["reward"]`` is what the game gave, whatever the reward that is learned from.
 - Time that runs out ends the game, whatever lives are left.
 """
@@ -31,7 +32,7 @@ class AtariProtocol:
     repeat_action_probability: float = 0.0
     """with which the emulator repeats the last action instead ("sticky actions")"""
     noop_max: int = 30
-    """a game starts after at most so many steps without action"""
+    """a game starts, and goes on after a lost life, with at most so many frames without action"""
     full_action_space: bool = False
     """all 18 actions of the console, not those alone that the game knows"""
     max_episode_steps: int = 27_000
@@ -61,12 +62,30 @@ class AtariVectorEnv(EnvPoolVectorEnv):
     # The console shows 60 frames a second, of which an agent sees every fourth.
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP, "render_fps": 15}
 
+    def __init__(self, env_id: str, seeds: list[int], num_threads: int, **options) -> None:
+        super().__init__(env_id, seeds, num_threads, **options)
+        self._episodic_life = options["episodic_life"]
+
+    def reset(self, *, seed=None, options=None) -> tuple[np.ndarray, dict]:
+        obs, infos = super().reset()
+        self._lives = infos["lives"].copy()
+        self._plays_on = np.zeros(self.num_envs, bool)  # the next step resets after a lost life
+        return obs, infos
+
     def recv(self):
-        """As ``EnvPoolVectorEnv.recv``; ``infos["game_over"]`` [N] is true where a game ended or time ran out."""
+        """As ``EnvPoolVectorEnv.recv``, but terminations are true wherever a life or a game was lost.
+
+        ``infos["game_over"]`` [N] is true where a game ended or time ran out; in a step that only resets, where the
+        game ended without having been played on.
+        """
         obs, rewards, terminations, truncations, infos = super().recv()
-        over = infos["terminated"].astype(bool)
-        infos["game_over"] = over | truncations
-        return obs, rewards, terminations | over, truncations, infos
+        over, lives = infos["terminated"].astype(bool), infos["lives"]
+        terminations = terminations | over
+        if self._episodic_life:
+            terminations |= truncations & (lives < self._lives)
+        infos["game_over"] = over | truncations | (self._plays_on & (lives > self._lives))
+        self._lives, self._plays_on = lives.copy(), terminations & ~infos["game_over"]
+        return obs, rewards, terminations, truncations, infos
 
 
 def whole_games(rewards: np.ndarray, dones: np.ndarray, infos: dict) -> tuple[np.ndarray, np.ndarray]:

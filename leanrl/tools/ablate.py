@@ -75,21 +75,29 @@ def render(lines: Sequence[dict]) -> str:
     for name, group in groups.items():
         running, once, facts = [], [], []
         for line in (line for line in lines if line["group"] == name):
-            saved, gain = line["seconds_saved_per_env_step"], f"{line['gain']:.2f}x"
+            saved, gain = line["seconds_saved_per_env_step"], (f"{line['gain']:.2f}x", range_of_gains(line))
             both = line["seconds_without"], line["seconds_with"]
             if saved is None:
-                once.append((line["trick"], *(f"{seconds:.1f}" for seconds in both), gain))
+                once.append((line["trick"], *(f"{seconds:.1f}" for seconds in both), *gain))
             else:
-                running.append((line["trick"], *(f"{1e6 * s:,.1f}" for s in both), gain, f"{1e6 * saved:,.1f}"))
+                running.append((line["trick"], *(f"{1e6 * s:,.1f}" for s in both), *gain, f"{1e6 * saved:,.1f}"))
             facts += [line["facts"]] if line["facts"] else []
         tables = [
-            (("trick", "without (µs)", "with (µs)", "gain", "saved per environment step (µs)"), running),
-            (("trick", "without (s)", "with (s)", "gain"), once),
+            (("trick", "without (µs)", "with (µs)", "gain", "range", "saved per environment step (µs)"), running),
+            (("trick", "without (s)", "with (s)", "gain", "range"), once),
         ]
         parts += [f"{group.title}:", *(markdown_table(header, cells) for header, cells in tables if cells)]
         parts += [text for text in (group.legend, *facts) if text]
-    parts.append("Medians. Gains and savings are taken between samples that followed each other.")
+    parts.append(
+        "Medians. Gains and savings are taken between samples that followed each other, and range over what is given."
+    )
     return "\n\n".join(parts)
+
+
+def range_of_gains(line: dict) -> str:
+    """The least and the largest gain of a turn: a trick whose range spans 1 is not known to gain anything."""
+    gains = [turn["without"] / turn["with"] for turn in line["seconds_per_sample"]]
+    return f"{min(gains):.2f} to {max(gains):.2f}"
 
 
 def main(args: Args) -> int:

@@ -21,7 +21,7 @@ from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.executables import CPU_OPTIONS, CompiledStep, compile_options
 from leanrl.support.normalization import RewardNormalizer, RunningMoments
 from leanrl.support.optim import FlatAdam
-from leanrl.tools.ablation import CPU, Compiler, Group, Pair, Side, eager, in_pieces, pair, told_by_process
+from leanrl.tools.ablation import CPU, Compiler, Group, Pair, Side, eager, in_pieces, pair, printed_by_process
 
 ENV_ID, OBS_DIM, ACTION_DIM = "HalfCheetah-v5", 17, 6
 NUM_STEPS = fast.Args.num_steps
@@ -207,7 +207,7 @@ def startup():
 
 def first_calls(change: str = "", cache: str | None = None) -> float:
     """Seconds that the first policy step and update take in a new process, by default with an empty cache."""
-    return told_by_process(__name__, f"time_first_calls({change})", cache)
+    return printed_by_process(__name__, f"time_first_calls({change})", cache)
 
 
 def time_first_calls(

@@ -33,7 +33,7 @@ from leanrl.tools.ablation import (
     eager,
     in_pieces,
     pair,
-    told_by_process,
+    printed_by_process,
 )
 
 ENV_ID, NUM_ACTIONS = "Breakout-v5", 4
@@ -109,16 +109,19 @@ def updating(
     return updates(parts, step, outputs, optimizer.tensors(), num_threads)
 
 
-def reference_updating(compiler: Compiler = eager, fused: bool = False, channels_last: bool = False, **changes) -> Side:
-    """The reference's: ``.backward()`` and ``torch.optim.Adam``, rows gathered as in its loop."""
-    parts = Parts()
+def new_agent(agent_type: type) -> torch.nn.Module:
     with torch.random.fork_rng([]):
         torch.manual_seed(1)
-        agent = reference.Agent(NUM_ACTIONS)
+        return agent_type(NUM_ACTIONS)
+
+
+def reference_updating(channels_last: bool = False, **changes) -> Side:
+    """The reference's: ``.backward()`` and ``torch.optim.Adam``, rows gathered as in its loop."""
+    parts, agent = Parts(), new_agent(reference.Agent)
     if channels_last:
         agent = agent.to(memory_format=torch.channels_last)
     args = reference.Args(**changes)
-    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=fused)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
     update = reference.make_update(agent, optimizer, args)
     rollout = parts.rollout
     columns = (rollout.actions, rollout.logprobs, rollout.advantages, rollout.returns, rollout.values, rollout.weights)
@@ -126,20 +129,44 @@ def reference_updating(compiler: Compiler = eager, fused: bool = False, channels
     batch = [frames((NUM_STEPS + 1) * NUM_ENVS)[: NUM_STEPS * NUM_ENVS], *columns]
     if channels_last:
         batch[0] = batch[0].contiguous(memory_format=torch.channels_last)
-    step = compiler(lambda inds: update(*(column[inds] for column in batch)))
-    side = updates(parts, step, lambda: agent(parts.obs)[0].detach(), [])
+
+    def step(inds: torch.Tensor) -> torch.Tensor:
+        return update(*(column[inds] for column in batch))
+
+    return with_adam(updates(parts, step, lambda: agent(parts.obs)[0].detach(), []), agent, optimizer)
+
+
+def backward_updating() -> Side:
+    """The fast rung's network and loss with ``.backward()`` and ``torch.optim.Adam``, compiled in pieces."""
+    parts, agent = Parts(), new_agent(fast.Agent)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=parts.args.learning_rate, eps=1e-5, fused=True)
+
+    def update(inds: torch.Tensor) -> torch.Tensor:
+        obs, *rest = parts.rollout.minibatch(inds)
+        loss, losses = fast.ppo_loss(*agent(obs), *rest, parts.args)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(agent.parameters(), parts.args.max_grad_norm)
+        optimizer.step()
+        return losses
+
+    outputs = partial(lambda obs: agent(agent.pack(obs))[0].detach(), parts.obs)
+    return with_adam(updates(parts, in_pieces(update), outputs, []), agent, optimizer)
+
+
+def with_adam(side: Side, agent: torch.nn.Module, optimizer: torch.optim.Adam) -> Side:
+    """``side``, with gradients, and the state of ``optimizer`` put back after a sample."""
+    before = [parameter.detach().clone() for parameter in agent.parameters()]
+    side.burst = torch.enable_grad()(side.burst)
     # Adam makes its state with the first step, so that what is to be put back is only then known.
     side.burst()
     state = [x for values in optimizer.state.values() for x in values.values()]
-    with torch.no_grad(), torch.random.fork_rng([]):
-        torch.manual_seed(1)
-        fresh = reference.Agent(NUM_ACTIONS)
-        for parameter, start in zip(agent.parameters(), fresh.parameters(), strict=True):
+    with torch.no_grad():
+        for parameter, start in zip(agent.parameters(), before, strict=True):
             parameter.copy_(start)
         for x in state:
             x.zero_()
     side.touched = [*(p.detach() for p in agent.parameters()), *state]
-    side.burst = torch.enable_grad()(side.burst)
     return side
 
 
@@ -170,8 +197,8 @@ roughly = partial(pair, tolerance=0.2)
 
 @ATARI.row
 def atari_update():
-    yield same("update written out, eager", reference_updating(), updating(eager))
-    yield same("update written out and compiled", reference_updating(), updating())
+    yield same("the fast update, eager, not the reference's", reference_updating(), updating(eager))
+    yield same("the fast update, compiled, not the reference's", reference_updating(), updating())
     yield same(
         "channels_last, eager: the reference's update", reference_updating(), reference_updating(channels_last=True)
     )
@@ -179,7 +206,7 @@ def atari_update():
 
 @ATARI.row
 def atari_one_graph():
-    yield same("one graph, not .backward() and Adam(fused)", reference_updating(in_pieces, fused=True), updating())
+    yield same("one graph, not .backward() and Adam(fused) in pieces", backward_updating(), updating())
 
 
 @ATARI.row
@@ -188,7 +215,7 @@ def atari_memory():
     with tempfile.TemporaryDirectory() as cache:
         for amp in ("none", "bf16"):
             anew, kept = (
-                partial(told_by_process, __name__, f"time_run({keep}, {amp!r})", cache) for keep in (False, True)
+                partial(printed_by_process, __name__, f"time_run({keep}, {amp!r})", cache) for keep in (False, True)
             )
             trick = f"freed memory kept: training, {amp.replace('none', 'float32')}"
             yield Pair(trick, anew, kept, RUN_STEPS, RUN_STEPS)
@@ -209,7 +236,8 @@ def atari_bf16():
     """Without AMX or AVX-512 units for it, bf16 is emulated."""
     yield roughly("--amp bf16, not float32: update", updating(), updating(amp="bf16"))
     yield roughly("--amp bf16, not float32: policy step", acting(), acting(amp="bf16"))
-    yield roughly("--amp bf16: update written out and compiled", reference_updating(amp="bf16"), updating(amp="bf16"))
+    trick = "--amp bf16: the fast update, compiled, not the reference's"
+    yield roughly(trick, reference_updating(amp="bf16"), updating(amp="bf16"))
 
 
 class PixelAgent(fast.Agent):
@@ -275,27 +303,25 @@ def policy_without_copy(parts: Parts) -> tuple[Callable, Callable]:
 
 @ATARI.row
 def atari_gather():
-    parts, inside = Parts(), Parts()
-    rollout = parts.rollout
+    class Gathered:
+        """In place of a rollout: what is gathered is handed in."""
+
+        @staticmethod
+        def minibatch(columns: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            return columns
 
     def outside() -> Side:
-        rows = fast.Rollout.allocate(rollout.obs[0], NUM_ACTIONS, fast.Args(num_envs=MINIBATCH, num_steps=1))
-        rows.obs = torch.zeros(2, MINIBATCH, *rollout.obs.shape[2:], dtype=torch.uint8)
-        for name in ("actions", "logprobs", "values"):
-            setattr(rows, name, torch.zeros(2, MINIBATCH, dtype=getattr(rollout, name).dtype))
-        update = CompiledStep(fast.make_update(parts.agent, parts.optimizer, rows, parts.args), CPU)
-        everything = torch.arange(MINIBATCH)
-        names = ("obs", "actions", "logprobs", "advantages", "returns", "values", "weights")
+        parts = Parts()
+        agent = parts.agent
+        update = fast.make_update(agent, parts.optimizer, Gathered, parts.args)
+        compiled_update = CompiledStep(lambda *columns: update(columns), CPU)
 
         def step(inds: torch.Tensor) -> torch.Tensor:
-            for name, column in zip(names, rollout.minibatch(inds), strict=True):
-                getattr(rows, name)[0] = column
-            return update(everything)
+            return compiled_update(*parts.rollout.minibatch(inds))
 
-        agent = parts.agent
         return updates(parts, step, lambda: agent(agent.pack(parts.obs))[0], parts.optimizer.tensors())
 
-    yield same("minibatch gathered in the compiled update", outside(), updating(parts=inside))
+    yield same("minibatch gathered in the compiled update", outside(), updating())
 
 
 @ATARI.row
@@ -322,9 +348,9 @@ def playing(num_threads: int = 1, num_groups: int = 1, **changes) -> Side:
     def burst():
         parts.start()
         # What is played is random, so that all sides see the same games.
-        for pool, obs in zip(pools, latest, strict=True):
-            step(obs)
-            pool.send(actions[0, :size])
+        for i, pool in enumerate(pools):
+            step(latest[i])
+            pool.send(actions[0, i * size : (i + 1) * size])
         for t in range(1, NUM_POLICY_STEPS + 1):
             for i, pool in enumerate(pools):
                 latest[i] = torch.from_numpy(pool.recv()[0])

@@ -47,7 +47,7 @@ from leanrl.tools.ablate_off_policy import (
     same_way,
     updating,
 )
-from leanrl.tools.ablation import CPU, Group, Pair, Side, compiled, eager, in_pieces, outcome, pair, told_by_process
+from leanrl.tools.ablation import CPU, Group, Pair, Side, compiled, eager, in_pieces, outcome, pair, printed_by_process
 
 TD3 = Group(f"TD3, {ENV_ID}", LEGEND)
 REPLAY = Group("The replay of TD3 and SAC, 1,000,000 transitions", LEGEND)
@@ -204,7 +204,7 @@ def td3_freeze():
     with tempfile.TemporaryDirectory() as cache:
 
         def sample(freeze: bool) -> float:
-            return told_by_process(__name__, f"time_steps({freeze})", cache)
+            return printed_by_process(__name__, f"time_steps({freeze})", cache)
 
         trick = "what the set-up made hidden from the garbage collector"
         yield Pair(trick, partial(sample, False), partial(sample, True), NUM_LOOP_STEPS, NUM_LOOP_STEPS)

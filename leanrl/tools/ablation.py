@@ -148,7 +148,7 @@ def measure(line: Pair, repeats: int, report: Callable[[str], None]) -> dict:
     }
 
 
-def told_by_process(module: str, call: str, cache: str | None = None) -> float:
+def printed_by_process(module: str, call: str, cache: str | None = None) -> float:
     """The number that ``module``'s function prints in a new process.
 
     Args:

@@ -255,20 +255,28 @@ def by_part(profile: torch.profiler.profile, steps: int, seconds: float, device_
     return parts
 
 
-def product_gflops(dtype: torch.dtype, device: str) -> float:
-    """Operations per nanosecond of a batch of two products of 256 x 256 matrices on all cores."""
+def product_gflops(dtype: torch.dtype, device: str, tf32: bool = False) -> float:
+    """Operations per nanosecond of matrix products, as large as it takes to keep all cores busy.
+
+    Args:
+        tf32: on a GPU, float32 products as PyTorch's convolutions compute them by default.
+    """
     device = "cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu")
     torch.set_num_threads(available_cores())
-    x, y = torch.randn(2, 2, 256, 256, device=device).to(dtype)
-    best = math.inf
+    size, calls = (8192, 3) if device.startswith("cuda") else (256, 50)
+    x, y = torch.randn(2, 2, size, size, device=device).to(dtype)
+    matmul, best = torch.backends.cuda.matmul, math.inf
+    precision = matmul.fp32_precision
+    matmul.fp32_precision = "tf32" if tf32 else precision
     for _ in range(20):
         synchronize(torch.device(device))
         start = time.perf_counter()
-        for _ in range(50):
+        for _ in range(calls):
             torch.bmm(x, y)
         synchronize(torch.device(device))
-        best = min(best, (time.perf_counter() - start) / 50)
-    return 2 * 2 * 256**3 / best / 1e9
+        best = min(best, (time.perf_counter() - start) / calls)
+    matmul.fp32_precision = precision
+    return 2 * 2 * size**3 / best / 1e9
 
 
 # ------------------------------------------------------------------------------------------------------------ RESULTS

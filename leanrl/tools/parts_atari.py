@@ -44,7 +44,11 @@ from leanrl.tools.trials import LEVERS, check_script_args, contenders_of, parse_
 
 PARTS = ("emulation", "inference", "update")
 REST = "copies and Python"
-"""All other time: what is copied into the rollout, targets, statistics, log points."""
+"""All other time: what is copied into the rollout, targets, statistics, log points.
+
+The reference also gathers its minibatches there, and values the last observations of a rollout; the fast rung's update
+and inference do that.
+"""
 
 ALONE_SECONDS = 3.0
 
@@ -189,7 +193,7 @@ def observe_run(script: str, flags: list[str], iterations: int) -> dict:
 
 
 def floors(args) -> dict[str, float]:
-    """Microseconds of a step for which the network's operations of inference and update take, at full speed."""
+    """Microseconds per step that the network's operations of inference and update would take at full speed."""
     agent = reference.Agent(6)
     obs = torch.zeros(8, 4, 84, 84, dtype=torch.uint8)
     mflop = []
@@ -199,7 +203,7 @@ def floors(args) -> dict[str, float]:
             if with_gradient:
                 torch.autograd.grad(sum(x.sum() for x in outputs), list(agent.parameters()))
         mflop.append(counter.get_total_flops() / 1e6 / len(obs))
-    gflops = product_gflops(torch.bfloat16 if args.amp == "bf16" else torch.float32, args.device)
+    gflops = product_gflops(torch.bfloat16 if args.amp == "bf16" else torch.float32, args.device, tf32=True)
     return {"inference": 1e3 * mflop[0] / gflops, "update": 1e3 * args.update_epochs * mflop[1] / gflops}
 
 
@@ -207,7 +211,7 @@ def floors(args) -> dict[str, float]:
 
 
 def render_table(rows: Sequence[dict]) -> str:
-    """Microseconds of an environment step, and the part of EnvPool's speed that is left."""
+    """Microseconds per environment step, and the part of EnvPool's speed that is left."""
     header = ("who", "environments", "sps", "EnvPool alone", "kept", *PARTS, REST, "floors")
     cells = [
         (
@@ -221,7 +225,7 @@ def render_table(rows: Sequence[dict]) -> str:
         )
         for row in rows
     ]
-    legend = "Parts and floors (of emulation + inference + update) in microseconds of an environment step."
+    legend = "Parts and floors (of emulation + inference + update) in microseconds per environment step."
     return f"{markdown_table(header, cells)}\n\n{legend}"
 
 
@@ -240,7 +244,7 @@ def draw(rows: Sequence[dict]):
         axes.text(0, i - 0.22, f"{row['who']}, {row['num_envs']} environments", va="bottom", fontsize=10)
     axes.set_ylim(len(rows) - 0.55, -0.75)
     axes.set_yticks([])
-    axes.set_title("Microseconds of an environment step", loc="left")
+    axes.set_title("Microseconds per environment step", loc="left")
     clean(axes)
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
     return figure
