@@ -26,6 +26,9 @@ OFF_POLICY = [name for r in OFF_POLICY_REFERENCES for name in (r, f"{r}_torchcom
 SCRIPTS = ON_POLICY + OFF_POLICY
 ATARI = [name for name in ON_POLICY if "atari" in name]
 FAST_SCRIPTS = [name for name in SCRIPTS if name.endswith("_torchcompile")]
+# On a CPU they are their siblings, but for the command line.
+ONEGRAPH_SCRIPTS = [name.replace("_torchcompile", "_onegraph") for name in FAST_SCRIPTS if name[:3] in ("sac", "td3")]
+ONEGRAPH_SCRIPTS += ["ppo_atari_envpool_onegraph"]
 # What support/ does for it, it does for its fast rung too, which takes half the time.
 LONG_SCRIPTS = ["ppo_atari_envpool"]
 # One of each kind, for what all scripts leave to support/.
@@ -51,6 +54,7 @@ def tiny_num_envs(script: str) -> int:
 
 def tiny(script: str) -> list[str]:
     """Flags of a run of seconds, with a log point each 64 steps."""
+    script = script.replace("_onegraph", "_torchcompile")
     flags = ["--device=cpu", "--num-threads=1", f"--env-id={tiny_env(script)}"]
     if script in ON_POLICY:  # rollouts of 64 steps, 4 gradient steps each
         num_envs = tiny_num_envs(script)

@@ -17,6 +17,7 @@ from scripts import (
     FAST_SCRIPTS,
     KINDS,
     ON_POLICY,
+    ONEGRAPH_SCRIPTS,
     SCRIPTS,
     files_in,
     run,
@@ -39,16 +40,16 @@ COMMON_FLAGS = {
 FAST_FLAGS = {"--compile", "--no-compile", "--cudagraphs", "--no-cudagraphs"}
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", SCRIPTS + ONEGRAPH_SCRIPTS)
 def test_help(script, capsys):
     assert run(script, "--help") == 0
     text = capsys.readouterr().out
     assert text.startswith(f"usage: python leanrl/{script}.py ")
     flags = set(re.findall(r"--[\w-]+", text))
     assert flags >= COMMON_FLAGS
-    if script in FAST_SCRIPTS:
+    if script in FAST_SCRIPTS + ONEGRAPH_SCRIPTS:
         assert flags >= FAST_FLAGS
-        assert ("--num-env-groups" if script in ATARI else "--env-backend") in flags
+        assert ("--num-env-groups" if "atari" in script else "--env-backend") in flags
 
 
 @pytest.fixture
@@ -141,6 +142,7 @@ def bad_flags(script):
 
 
 ALL_BAD_FLAGS = [(script, flags) for script in SCRIPTS for flags in bad_flags(script)]
+ALL_BAD_FLAGS += [(script, ["--gamma", "1.5"]) for script in ONEGRAPH_SCRIPTS]
 
 
 @pytest.mark.parametrize("script, flags", ALL_BAD_FLAGS, ids=lambda x: x if isinstance(x, str) else " ".join(x)[:40])
@@ -165,7 +167,7 @@ def test_no_such_cuda_device(refused, script, tmp_path):
     refused(flags, "--device cuda:99: ", "CUDA device(s)")
 
 
-@pytest.mark.parametrize("script", FAST_SCRIPTS)
+@pytest.mark.parametrize("script", FAST_SCRIPTS + ONEGRAPH_SCRIPTS)
 @pytest.mark.parametrize("modes", [["--cudagraphs"], ["--compile", "--cudagraphs"]])
 def test_cudagraphs_on_a_cpu(refused, script, tmp_path, modes):
     message = "--cudagraphs needs a CUDA device; this run is on cpu\n"
@@ -289,8 +291,13 @@ def test_args_json(finished_run, script):
     assert set(versions) >= {"python", "torch", "tensordict", "gymnasium", "envpool", "mujoco"}
     assert versions["torch"] == torch.__version__
     assert all(re.match(r"\d+\.\d+", version) for version in versions.values())
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=os.path.dirname(__file__), capture_output=True, text=True)
-    assert facts["git_commit"] == (commit.stdout.strip() or None)
+
+    def git(*words) -> str:
+        here = os.path.dirname(__file__)
+        return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True).stdout.strip()
+
+    changed = "-dirty" if git("status", "--porcelain", "--untracked-files=no") else ""
+    assert facts["git_commit"] == (git("rev-parse", "HEAD") + changed or None)
 
 
 def test_no_git_is_no_error(tmp_path, monkeypatch):

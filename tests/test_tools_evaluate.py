@@ -17,12 +17,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from scripts import ATARI, KINDS, SCRIPTS, run, tiny, tiny_env
+from scripts import ATARI, KINDS, SCRIPTS, run, tiny, tiny_env, with_long
 
 from leanrl import cleanba_ppo
 from leanrl.ppo_continuous_action import Agent
 from leanrl.sebulba.environments import make_pool
 from leanrl.support import evaluation
+from leanrl.support.atari import AtariVectorEnv
 from leanrl.support.errors import UsageError
 from leanrl.tools import evaluate
 from leanrl.tools.common import run_tool
@@ -146,7 +147,7 @@ def test_returns_are_those_of_a_rollout_by_hand(script, trained):
     np.testing.assert_allclose(evaluation.play(trained, 4, seed=4), expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("script", ATARI[1:], indirect=True)
+@pytest.mark.parametrize("script", with_long(ATARI), indirect=True)
 def test_scores_are_those_of_whole_games_by_hand(script, trained):
     """EnvPool's own loop: no lost life ends a game, rewards are the console's, actions are the policy's samples."""
     seeds = [int(np.random.SeedSequence([4, 1_000_000]).generate_state(1)[0] >> 1)]
@@ -166,7 +167,7 @@ def test_scores_are_those_of_whole_games_by_hand(script, trained):
     assert evaluation.play(trained, 2, seed=4) == scores[:2]
 
 
-@pytest.mark.parametrize("script", ATARI[1:2], indirect=True)
+@pytest.mark.parametrize("script", ATARI[1:], indirect=True)
 def test_an_agent_that_never_serves_loses_its_lives(trained, monkeypatch):
     """In training EnvPool serves the ball after a lost life; without that, time would have to run out."""
     num_steps = 0
@@ -348,13 +349,29 @@ def test_classic_control_can_be_filmed(capfd):
 
 @pytest.mark.parametrize("script", ATARI[1:], indirect=True)
 def test_video_of_a_game_shows_the_console(run_dir, monkeypatch):
+    rendered, num_steps, render, recv = [], 0, AtariVectorEnv.render, AtariVectorEnv.recv
+
+    def spy_on_render(self) -> np.ndarray:
+        rendered.append(render(self).copy())
+        return rendered[-1]
+
+    def spy_on_recv(self):
+        nonlocal num_steps
+        num_steps += 1
+        return recv(self)
+
     score = evaluation.play(run_dir, 1)
+    monkeypatch.setattr(AtariVectorEnv, "render", spy_on_render)
+    monkeypatch.setattr(AtariVectorEnv, "recv", spy_on_recv)
     assert evaluate_cli(monkeypatch, run_dir, "--episodes", 1, "--capture-video") == 0
     assert returns_of(run_dir) == score  # filming changes nothing
     path = run_dir / "videos" / "evaluation_seed0.mp4"
     frames = np.stack(imageio.mimread(path, memtest=False)).astype(int)
-    assert frames.shape[1:] == (210, 160, 3) and len(frames) > 100
+    assert frames.shape == (1 + num_steps, 210, 160, 3) and num_steps > 100
     assert imageio.get_reader(path).get_meta_data()["fps"] == 15
+    # The codec's own error, next to which another step's frame is far.
+    errors = np.abs(frames - np.stack(rendered)).mean((1, 2, 3))
+    assert errors.max() < 3
     # Breakout's bricks are in colour.
     assert np.ptp(frames[0], axis=2).max() > 100
     assert (np.abs(np.diff(frames, axis=0)).sum((1, 2, 3)) > 0).mean() > 0.5

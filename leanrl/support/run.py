@@ -54,7 +54,8 @@ def write_json_atomically(path: Path, content: dict) -> None:
 
 def machine_facts(device: torch.device) -> dict:
     """Git commit, package versions, device name and CPU cores, for ``args.json`` and benchmark records."""
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    # "-dirty" follows where a file differs from what was committed.
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     try:
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     except OSError:  # no git here

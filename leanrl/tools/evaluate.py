@@ -23,7 +23,7 @@ from tqdm import tqdm
 from leanrl.support.cli import read_args_json
 from leanrl.support.errors import UsageError, require_at_least
 from leanrl.support.evaluation import play
-from leanrl.support.run import write_json_atomically
+from leanrl.support.run import machine_facts, write_json_atomically
 from leanrl.tools.common import markdown_table, mean_std, run_tool
 
 
@@ -43,7 +43,8 @@ class Args:
 
 def evaluate(run_dir: Path, args: Args) -> dict:
     """Plays one model, writes ``RUN_DIR/evaluation.json`` and returns its content."""
-    video = run_dir / "videos" / f"evaluation_seed{args.seed}.mp4" if args.capture_video else None
+    kind = f"evaluation{'_sticky' if args.sticky else ''}_seed{args.seed}"
+    video = run_dir / "videos" / f"{kind}.mp4" if args.capture_video else None
 
     def progress(episodes: range) -> tqdm:
         # disable=None: only on a terminal.
@@ -60,6 +61,7 @@ def evaluate(run_dir: Path, args: Args) -> dict:
             "episodes": args.episodes,
             "returns": returns,
             "video": str(video.relative_to(run_dir)) if video else None,
+            "machine": machine_facts(torch.device("cpu")),
         }
         write_json_atomically(run_dir / "evaluation.json", evaluation)
     except OSError as error:
