@@ -1,8 +1,8 @@
 """Deep Q-Network (DQN) for discrete actions: the readable eager reference.
 
 Paper: https://www.nature.com/articles/nature14236. Algorithm, names, hyperparameters and structure follow CleanRL's
-https://docs.cleanrl.dev/rl-algorithms/dqn/#dqnpy; what differs: steps that only
-reset an environment are not stored.
+https://docs.cleanrl.dev/rl-algorithms/dqn/#dqnpy; what differs: steps that only reset an environment are
+not stored, and each environment draws its own number to decide whether it explores.
 Its fast sibling, which computes the same numbers, is dqn_torchcompile.py.
 
     python leanrl/dqn.py --env-id CartPole-v1
@@ -63,7 +63,7 @@ class Args(RunArgs):
     gamma: float = 0.99
     """discount"""
     tau: float = 1.0
-    """fraction of the way that an update of the target network takes it towards the trained one; 1 copies it"""
+    """Polyak averaging of the target network: the weight of the trained one in an update; 1 copies it"""
     target_network_frequency: int = 500
     """environment steps between updates of the target network"""
     batch_size: int = 128
@@ -77,7 +77,7 @@ class Args(RunArgs):
     learning_starts: int = 10_000
     """environment steps before the first update"""
     updates_per_step: float = 0.1
-    """updates for each step of one environment, whatever the number of environments"""
+    """updates per transition: N environments, which make N of them at a step, get N times as many"""
 
 
 def validate(args: Args) -> None:

@@ -79,7 +79,7 @@ class Args(RunArgs):
     gamma: float = 0.99
     """discount"""
     tau: float = 1.0
-    """fraction of the way that an update of the target network takes it towards the trained one; 1 copies it"""
+    """Polyak averaging of the target network: the weight of the trained one in an update; 1 copies it"""
     target_network_frequency: int = 500
     """environment steps between updates of the target network"""
     batch_size: int = 128
@@ -93,7 +93,7 @@ class Args(RunArgs):
     learning_starts: int = 10_000
     """environment steps before the first update"""
     updates_per_step: float = 0.1
-    """updates for each step of one environment, whatever the number of environments"""
+    """updates per transition: N environments, which make N of them at a step, get N times as many"""
 
 
 def validate(args: Args) -> None:

@@ -8,7 +8,7 @@ Its fast sibling, which computes the same numbers, is ppo_atari_envpool_torchcom
     python leanrl/ppo_atari_envpool.py --env-id Breakout-v5
     python leanrl/ppo_atari_envpool.py --env-id Pong-v5 --seed 2 --save-model --capture-video
 
-The page of this algorithm: doc/algorithms/ppo_atari.md
+Measured speed and learning curves: doc/benchmarks/ppo_atari_envpool.md
 """
 
 from collections.abc import Callable
@@ -62,7 +62,7 @@ class Args(RunArgs):
     gae_lambda: float = 0.95
     """lambda of generalised advantage estimation"""
     num_minibatches: int = 4
-    """minibatches an epoch"""
+    """minibatches per epoch"""
     update_epochs: int = 4
     """passes over each rollout"""
     norm_adv: bool = True

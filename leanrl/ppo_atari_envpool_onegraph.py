@@ -9,7 +9,7 @@ this is its sibling.
     python leanrl/ppo_atari_envpool_onegraph.py --compile --cudagraphs --amp bf16      # on a CUDA device
     python leanrl/ppo_atari_envpool_onegraph.py --compile                              # as the sibling
 
-One graph acts for all steps of a rollout, and reads on the device which row of the rollout is its own: a graph a step
+One graph acts for all steps of a rollout, and reads on the device which row of the rollout is its own: a graph per step
 would save it one number read and one counted up, and take num_steps + 1 captures and as many graphs' memory. Epochs are
 graphs by themselves, so that --target-kl can stop between them; their permutations are drawn outside, as the sibling's.
 

@@ -80,7 +80,7 @@ class Args(RunArgs):
     gae_lambda: float = 0.95
     """lambda of generalised advantage estimation"""
     num_minibatches: int = 4
-    """minibatches an epoch"""
+    """minibatches per epoch"""
     update_epochs: int = 4
     """passes over each rollout"""
     norm_adv: bool = True
@@ -372,7 +372,7 @@ def make_policy_step(agent: Agent, rollout: Rollout, args: Args) -> tuple[Callab
     device_type = rollout.obs.device.type
     rounded = {}
     if args.amp == "bf16":
-        # Matrices are rounded once a rollout, which autocast would do at every step.
+        # Matrices are rounded once per rollout, which autocast would do at every step.
         rounded = {n: p.detach().bfloat16() for n, p in agent.named_parameters() if n == "linear.weight"}
 
     def start() -> None:

@@ -77,7 +77,7 @@ class Args(RunArgs):
     gae_lambda: float = 0.95
     """lambda of generalised advantage estimation"""
     num_minibatches: int = 32
-    """minibatches an epoch"""
+    """minibatches per epoch"""
     update_epochs: int = 10
     """passes over each rollout"""
     norm_adv: bool = True

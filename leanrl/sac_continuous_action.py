@@ -1,8 +1,8 @@
 """Soft Actor-Critic (SAC) for continuous actions: the readable eager reference.
 
 Paper: https://arxiv.org/abs/1812.05905. Algorithm, names, hyperparameters and structure follow CleanRL's
-https://docs.cleanrl.dev/rl-algorithms/sac/#sac_continuous_actionpy; what differs: steps that only
-reset an environment are not stored.
+https://docs.cleanrl.dev/rl-algorithms/sac/#sac_continuous_actionpy; what differs: steps that only reset an
+environment are not stored.
 Its fast sibling, which computes the same numbers, is sac_continuous_action_torchcompile.py.
 
     python leanrl/sac_continuous_action.py --env-id HalfCheetah-v5
@@ -66,15 +66,15 @@ class Args(RunArgs):
     gamma: float = 0.99
     """discount"""
     tau: float = 0.005
-    """fraction of the way that an update of the target networks takes them towards the trained ones"""
+    """Polyak averaging of the target networks: the weight of the trained ones in an update"""
     batch_size: int = 256
     """transitions of an update"""
     learning_starts: int = 5_000
     """environment steps with random actions before the first update"""
     updates_per_step: float = 1.0
-    """updates of the critics for each step of one environment, whatever the number of environments"""
+    """updates of the critics per transition: N environments, which make N of them at a step, get N times as many"""
     policy_frequency: int = 2
-    """the actor is trained once in so many updates of the critics, and then as many times"""
+    """train the actor after so many updates of the critics, and then as many times in a row"""
     target_network_frequency: int = 1
     """updates of the critics for each update of the targets"""
     autotune: bool = True

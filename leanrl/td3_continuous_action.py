@@ -63,13 +63,13 @@ class Args(RunArgs):
     gamma: float = 0.99
     """discount"""
     tau: float = 0.005
-    """fraction of the way that an update of the target networks takes them towards the trained ones"""
+    """Polyak averaging of the target networks: the weight of the trained ones in an update"""
     batch_size: int = 256
     """transitions of an update"""
     learning_starts: int = 25_000
     """environment steps with random actions before the first update"""
     updates_per_step: float = 1.0
-    """updates of the critics for each step of one environment, whatever the number of environments"""
+    """updates of the critics per transition: N environments, which make N of them at a step, get N times as many"""
     policy_frequency: int = 2
     """updates of the critics for each update of the actor and the targets"""
     policy_noise: float = 0.2

@@ -212,6 +212,21 @@ def test_csv_draws_the_same_numbers_and_the_same_picture(tmp_path, capsys):
     assert len(rows) == 3 * 20 + 3 * 15
 
 
+def test_the_first_steps_alone_without_wall_clock(tmp_path):
+    for seed in (1, 2, 3):
+        write_run(tmp_path / "runs", seed, [float(i) for i in range(10)])
+    whole, first = tmp_path / "whole", tmp_path / "first"
+    draw(tmp_path / "runs", out=whole, window=2)
+    table = draw(tmp_path / "runs", out=first, window=2, max_steps=1_300, wall_clock=False)
+    # Four log points, the last one of 3.0; the runs' own final returns are of later steps.
+    assert cells(table, "ppo:eager")[3:6] == ["1,200", "3.0 ± 0.0", "3.0 [3.0, 3.0]"]
+    assert len(first.with_suffix(".csv").read_text().splitlines()) == 1 + 3 * 4
+    (height, width, _), (whole_height, *_) = (imageio.imread(p.with_suffix(".png")).shape for p in (first, whole))
+    assert height < 0.7 * whole_height and height < width
+    with pytest.raises(UsageError, match="--max-steps 299: is before the first log point"):
+        draw(tmp_path / "runs", out=first, max_steps=299)
+
+
 def test_other_metrics(tmp_path):
     for seed in (1, 2, 3):
         write_run(tmp_path, seed, [0.0] * 4)

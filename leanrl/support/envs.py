@@ -108,7 +108,7 @@ class EnvPoolVectorEnv(VectorEnv):
 
     Args:
         env_id: one of EnvPool's; nothing is checked here.
-        seeds: one an environment.
+        seeds: one per environment.
         num_threads: C++ threads that step them; 0 for EnvPool's own choice.
         options: of that environment in EnvPool, as in ``envpool.make``.
     """

@@ -70,7 +70,7 @@ def pinned_like(x: torch.Tensor) -> torch.Tensor:
 
 
 class OneGraph:
-    """The function ``advance(timestep_cpu, with_actor) -> actions``: one replay of one graph a pattern of updates.
+    """The function ``advance(timestep_cpu, with_actor) -> actions``: one replay of one graph per pattern of updates.
 
     A graph copies what the environments returned to the device, writes the transition, trains, acts, and copies the
     actions to pinned memory. Against one ``CudaGraphModule`` for each function this saves its copies of the inputs, its

@@ -184,7 +184,7 @@ def direct_call():
 
 @PPO.row
 def cpp_wrapper():
-    yield pair("no cpp_wrapper: policy step", acting(wrapped), acting(unwrapped))
+    yield pair("Python's wrapper, not C++'s: policy step", acting(wrapped), acting(unwrapped))
     yield pair("cpp_wrapper: update", updating(unwrapped), updating(wrapped))
 
 
@@ -192,7 +192,7 @@ def cpp_wrapper():
 def startup():
     changes = {f"{name} {value}": f"option={name!r}" for name, value in CPU_OPTIONS.items() if "tanh" not in name}
     changes |= {
-        "no cpp_wrapper: policy step": "policy=rows.wrapped",
+        "Python's wrapper, not C++'s: policy step": "policy=rows.wrapped",
         "cpp_wrapper: update": "update=rows.unwrapped",
     }
     for trick, change in changes.items():
@@ -389,7 +389,7 @@ def noise():
 
     step = as_policy(write_and_act)
     yield pair(
-        "noise drawn once a rollout",
+        "noise drawn once per rollout",
         acting(eager, by_step, step=lambda raw_obs: step(raw_obs, torch.randn(1, ACTION_DIM))),
         acting(parts=at_once, start=at_once.rollout.noise.normal_),
     )

@@ -285,7 +285,7 @@ def atari_rounded():
         return parts
 
     yield roughly(
-        "bf16: matrices rounded once a rollout: policy step", acting(parts=at_every_step()), acting(amp="bf16")
+        "bf16: matrices rounded once per rollout: policy step", acting(parts=at_every_step()), acting(amp="bf16")
     )
 
 

@@ -79,7 +79,7 @@ class Args:
     algorithms: tuple[Algorithm, ...] = tuple(PLANS)
     """what is checked and measured, in this order"""
     seconds: float = 500.0
-    """that checks and measurements take together"""
+    """time limit of the checks and measurements together"""
     rounds: int = 3
     """measurements of each mode at most; as many as --seconds leaves time for"""
     learn: bool = False
@@ -87,7 +87,7 @@ class Args:
     learning: tuple[Learning, ...] = ("sac", "td3", "pong", "breakout")
     """of --learn: SAC and TD3 on HalfCheetah for a million steps, PPO on Pong until 18 and on Breakout for 4 million"""
     max_seconds: float = 540.0
-    """of --learn: then the runs checkpoint and stop; the same call again goes on"""
+    """with --learn: after this many seconds the runs checkpoint and stop; the same call again continues them"""
     seeds: tuple[int, ...] = (1, 2, 3)
     """of --learn"""
     runs_dir: str = "runs"
@@ -301,7 +301,7 @@ def counts_most(plan: Plan, contender: Contender) -> bool:
 
 
 class GpuLoad:
-    """Context manager that writes down, several times a second, how busy a GPU is and how much of its memory is taken.
+    """Context manager that writes down, several times per second, how busy a GPU is and how much memory it has in use.
 
     Attributes:
         points: (seconds since the start, percent of the time in which a kernel ran, 10**6 bytes); none without NVML.

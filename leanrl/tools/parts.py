@@ -291,7 +291,7 @@ def render_table(rows: Sequence[dict]) -> str:
     def cells_of(row: dict, keys: Iterable[str]) -> list[str]:
         return [f"{row[key]:,.0f}" if key in row else "-" for key in keys]
 
-    header = ("who", *numbers.values(), *kinds, *floors.values())
+    header = ("program", *numbers.values(), *kinds, *floors.values())
     cells = [
         (row["who"], *cells_of(row, numbers), *cells_of(row["parts_us"], kinds), *cells_of(row, floors)) for row in rows
     ]

@@ -212,7 +212,7 @@ def floors(args) -> dict[str, float]:
 
 def render_table(rows: Sequence[dict]) -> str:
     """Microseconds per environment step, and the part of EnvPool's speed that is left."""
-    header = ("who", "environments", "sps", "EnvPool alone", "kept", *PARTS, REST, "floors")
+    header = ("program", "environments", "sps", "EnvPool alone", "kept", *PARTS, REST, "floors")
     cells = [
         (
             row["who"],

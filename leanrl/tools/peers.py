@@ -176,7 +176,7 @@ def render_table(rows: Sequence[dict], settings: dict[str, dict[str, float]]) ->
         )
         for row in rows
     ]
-    header = ("who", "sps of each round", "median sps", *(f"vs {peer}" for peer in settings), "warm-up s", "peak MB")
+    header = ("program", "sps of each round", "median sps", *(f"vs {p}" for p in settings), "warm-up s", "peak MB")
     speeds = "; ".join(f"{label} {sps:,.0f}" for tried in settings.values() for label, sps in tried.items())
     return (
         f"{markdown_table(header, cells)}\n\n"

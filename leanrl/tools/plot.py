@@ -1,4 +1,4 @@
-"""Draws learning curves: return against environment steps and against wall clock, one column an environment.
+"""Draws learning curves: return against environment steps and against wall clock, one column per environment.
 
 Runs of the same script, mode and environment are one group: its line is the interquartile mean (IQM) over seeds, the
 band rliable's 95 % stratified bootstrap interval. Beside the picture it writes the raw curves as CSV and, as markdown,
@@ -8,6 +8,7 @@ the final returns (CleanRL's metric: mean of the last 100 training episodes) and
     python -m leanrl.tools.plot 'runs/Hopper*' --out plots/hopper --labels ppo_continuous_action:eager=reference
     python -m leanrl.tools.plot --csv plots/hopper.csv --out plots/hopper_again
     python -m leanrl.tools.plot runs --metric losses/value_loss
+    python -m leanrl.tools.plot runs --max-steps 200000 --no-wall-clock
 
 With --timeline it draws who waited for whom in a distributed run instead: a row a part, a bar an interval.
 
@@ -20,7 +21,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,10 @@ class Args:
     """episodes that the running mean goes over (log points, where the metric is not one of episodes)"""
     reps: int = 2000
     """bootstrap resamples"""
+    max_steps: int | None = None
+    """leave out what came after so many environment steps"""
+    wall_clock: bool = True
+    """draw against wall clock too, which means little for runs that were paused or shared a machine"""
 
 
 # ------------------------------------------------------------------------------------------------------------ CURVES
@@ -91,6 +96,14 @@ class Curve:
     def end(self, window: int) -> float:
         """What the run reached: ``final``, or where there is none the end of the running mean."""
         return self.smooth(window)[-1] if self.final is None else self.final
+
+    def until(self, max_steps: int) -> "Curve":
+        """Its log points of the first ``max_steps`` environment steps, of which there may be none."""
+        count = int((self.global_step <= max_steps).sum())
+        if count == len(self.values):
+            return self
+        columns = ("global_step", "wall_seconds", "values", "episodes")
+        return replace(self, final=None, **{name: getattr(self, name)[:count] for name in columns})
 
 
 def running_mean(values: np.ndarray, episodes: np.ndarray, window: int) -> np.ndarray:
@@ -389,35 +402,41 @@ def overlap_table(bands: dict[tuple[str, str], Band]) -> str | None:
 
 
 def draw(groups: Groups, bands: dict[str, dict[tuple[str, str], Band]], caption: str, ylabel: str, path: Path) -> None:
-    """Two rows of panels, steps and wall clock, one column an environment; a label has one colour in all of them.
+    """A row of panels for steps and one for wall clock, one column per environment; a label has one colour in all.
 
     Args:
-        bands: "global_step" and "wall_seconds" -> a band for each group.
+        bands: "global_step", and "wall_seconds" where that is to be drawn -> a band for each group.
     """
     from matplotlib.figure import Figure  # 0.5 s that --help need not wait for
-    from matplotlib.ticker import EngFormatter
+    from matplotlib.ticker import EngFormatter, StrMethodFormatter
 
     env_ids = list(dict.fromkeys(env_id for env_id, _ in groups))
     labels = sorted({label for _, label in groups}, key=[label for _, label in groups].index)
-    figure = Figure(figsize=(max(7.0, 4.6 * len(env_ids)), 7.0 + 0.22 * len(labels)), layout="constrained")
-    panels = figure.subplots(2, len(env_ids), squeeze=False, sharey="col")
+    size = max(7.0, 4.6 * len(env_ids)), 0.4 + 3.3 * len(bands) + 0.22 * len(labels)
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(len(bands), len(env_ids), squeeze=False, sharey="col")
     handles = {}
     for column, env_id in enumerate(env_ids):
-        seconds = max(band.x[-1] for (env, _), band in bands["wall_seconds"].items() if env == env_id)
-        unit, divisor = ("hours", 3600) if seconds > 3 * 3600 else ("minutes", 60) if seconds > 180 else ("seconds", 1)
-        for axes, axis, scale in zip(panels[:, column], ("global_step", "wall_seconds"), (1, divisor), strict=True):
-            for (env, label), band in bands[axis].items():
-                if env == env_id:
-                    color = COLORS[labels.index(label) % len(COLORS)]
-                    (handles[label],) = axes.plot(band.x / scale, band.iqm, color=color, linewidth=1.6)
-                    axes.fill_between(band.x / scale, band.low, band.high, color=color, alpha=0.2, linewidth=0)
+        panels[0, column].set_title(env_id)
+        for axes, axis in zip(panels[:, column], bands, strict=True):
+            here = {label: band for (env, label), band in bands[axis].items() if env == env_id}
+            scale = 1
+            if axis == "global_step":
+                axes.set_xlabel("environment steps")
+                axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+            else:
+                longest = max(band.x[-1] for band in here.values())
+                units = (3600, "hours"), (60, "minutes"), (1, "seconds")
+                scale, unit = next((scale, unit) for scale, unit in units if longest > 3 * scale or scale == 1)
+                axes.set_xlabel(f"wall clock, {unit}")
+            for label, band in here.items():
+                color = COLORS[labels.index(label) % len(COLORS)]
+                (handles[label],) = axes.plot(band.x / scale, band.iqm, color=color, linewidth=1.6)
+                axes.fill_between(band.x / scale, band.low, band.high, color=color, alpha=0.2, linewidth=0)
             clean(axes)
             axes.grid(alpha=0.25)
             axes.set_xlim(left=0)
-        panels[0, column].set_title(env_id)
-        panels[0, column].set_xlabel("environment steps")
-        panels[0, column].xaxis.set_major_formatter(EngFormatter(sep=""))
-        panels[1, column].set_xlabel(f"wall clock, {unit}")
+            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     for axes in panels[:, 0]:
         axes.set_ylabel(ylabel)
     texts = []
@@ -454,7 +473,7 @@ def draw_timelines(args: Args) -> int:
 
 
 def main(args: Args) -> int:
-    require_at_least(args, 1, "window", "reps", "timeline")
+    require_at_least(args, 1, "window", "reps", "timeline", "max_steps")
     if args.timeline is not None:
         return draw_timelines(args)
     if not args.runs and not args.csv:
@@ -466,17 +485,23 @@ def main(args: Args) -> int:
         raise UsageError(f"nothing to draw: {complaints[0]}{others}")
     for complaint in complaints:
         warn(complaint)
+    if args.max_steps is not None:
+        curves = [curve for curve in (curve.until(args.max_steps) for curve in curves) if len(curve.values)]
+        if not curves:
+            raise bad("max_steps", args.max_steps, "is before the first log point")
     groups = group_curves(curves, args.labels)
     warn_of_weaknesses(groups)
 
     # disable=None: only on a terminal.
-    jobs = [(axis, group) for axis in ("global_step", "wall_seconds") for group in groups]
-    bands = {"global_step": {}, "wall_seconds": {}}
+    bands = {"global_step": {}} | ({"wall_seconds": {}} if args.wall_clock else {})
+    jobs = [(axis, group) for axis in bands for group in groups]
     for axis, group in tqdm(jobs, desc="bootstrap", unit="curve", delay=1, leave=False, disable=None):
         bands[axis][group] = estimate_band(groups[group], axis, args.window, args.reps)
 
     window = f"{args.window} {'episodes' if args.metric in PER_EPISODE else 'log points'}"
-    caption = f"IQM over seeds of the mean of the last {window}; bands are 95 % stratified bootstrap intervals"
+    caption = f"mean of the last {window}"
+    if max(map(len, groups.values())) > 1:
+        caption = f"IQM over seeds of the {caption}; bands are 95 % stratified bootstrap intervals"
     name = "return" if args.metric == RETURN else args.metric
     tables = "\n\n".join(filter(None, (finals_table(groups, args), overlap_table(bands["global_step"]))))
     out = args.out or Path("plots") / args.metric.split("/")[-1]
