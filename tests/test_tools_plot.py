@@ -227,6 +227,15 @@ def test_the_first_steps_alone_without_wall_clock(tmp_path):
         draw(tmp_path / "runs", out=first, max_steps=299)
 
 
+def test_some_environments_alone(tmp_path):
+    for env_id in ("Hopper-v5", "Walker2d-v5"):
+        write_run(tmp_path / "runs", 1, [1.0] * 4, env_id=env_id)
+    table = draw(tmp_path / "runs", out=tmp_path / "p", env_ids=("Walker2d-v5",))
+    assert "Walker2d-v5" in table and "Hopper-v5" not in table
+    with pytest.raises(UsageError, match="--env-ids Ant-v5: no run has it; there are Hopper-v5, Walker2d-v5"):
+        draw(tmp_path / "runs", out=tmp_path / "p", env_ids=("Ant-v5",))
+
+
 def test_other_metrics(tmp_path):
     for seed in (1, 2, 3):
         write_run(tmp_path, seed, [0.0] * 4)

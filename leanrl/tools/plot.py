@@ -8,7 +8,7 @@ the final returns (CleanRL's metric: mean of the last 100 training episodes) and
     python -m leanrl.tools.plot 'runs/Hopper*' --out plots/hopper --labels ppo_continuous_action:eager=reference
     python -m leanrl.tools.plot --csv plots/hopper.csv --out plots/hopper_again
     python -m leanrl.tools.plot runs --metric losses/value_loss
-    python -m leanrl.tools.plot runs --max-steps 200000 --no-wall-clock
+    python -m leanrl.tools.plot runs --env-ids Hopper-v5 --max-steps 200000 --no-wall-clock
 
 With --timeline it draws who waited for whom in a distributed run instead: a row a part, a bar an interval.
 
@@ -58,6 +58,8 @@ class Args:
     """episodes that the running mean goes over (log points, where the metric is not one of episodes)"""
     reps: int = 2000
     """bootstrap resamples"""
+    env_ids: tuple[str, ...] = ()
+    """draw these environments alone"""
     max_steps: int | None = None
     """leave out what came after so many environment steps"""
     wall_clock: bool = True
@@ -408,7 +410,7 @@ def draw(groups: Groups, bands: dict[str, dict[tuple[str, str], Band]], caption:
         bands: "global_step", and "wall_seconds" where that is to be drawn -> a band for each group.
     """
     from matplotlib.figure import Figure  # 0.5 s that --help need not wait for
-    from matplotlib.ticker import EngFormatter, StrMethodFormatter
+    from matplotlib.ticker import EngFormatter
 
     env_ids = list(dict.fromkeys(env_id for env_id, _ in groups))
     labels = sorted({label for _, label in groups}, key=[label for _, label in groups].index)
@@ -423,7 +425,6 @@ def draw(groups: Groups, bands: dict[str, dict[tuple[str, str], Band]], caption:
             scale = 1
             if axis == "global_step":
                 axes.set_xlabel("environment steps")
-                axes.xaxis.set_major_formatter(EngFormatter(sep=""))
             else:
                 longest = max(band.x[-1] for band in here.values())
                 units = (3600, "hours"), (60, "minutes"), (1, "seconds")
@@ -434,9 +435,11 @@ def draw(groups: Groups, bands: dict[str, dict[tuple[str, str], Band]], caption:
                 (handles[label],) = axes.plot(band.x / scale, band.iqm, color=color, linewidth=1.6)
                 axes.fill_between(band.x / scale, band.low, band.high, color=color, alpha=0.2, linewidth=0)
             clean(axes)
+            if axis == "global_step":
+                axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+            axes.yaxis.set_major_formatter("{x:,.10g}")
             axes.grid(alpha=0.25)
             axes.set_xlim(left=0)
-            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     for axes in panels[:, 0]:
         axes.set_ylabel(ylabel)
     texts = []
@@ -485,6 +488,12 @@ def main(args: Args) -> int:
         raise UsageError(f"nothing to draw: {complaints[0]}{others}")
     for complaint in complaints:
         warn(complaint)
+    if args.env_ids:
+        known = sorted({curve.env_id for curve in curves})
+        for env_id in args.env_ids:
+            if env_id not in known:
+                raise bad("env_ids", env_id, f"no run has it; there are {', '.join(known)}")
+        curves = [curve for curve in curves if curve.env_id in args.env_ids]
     if args.max_steps is not None:
         curves = [curve for curve in (curve.until(args.max_steps) for curve in curves) if len(curve.values)]
         if not curves:
