@@ -11,6 +11,7 @@ runtime is leanrl/sebulba/; its sibling, with which it shares all but targets, l
     torchrun --nproc-per-node 2 leanrl/cleanba_impala.py --learner-device-ids 0 1 --compile
 
 Layouts, launching and failures: doc/distributed.md
+Measured speed and learning curves: doc/benchmarks/cleanba.md
 """
 
 from collections.abc import Callable, Sequence
@@ -23,8 +24,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from leanrl.sebulba.algorithm import Algorithm, Shards, Update, sum_in_parts
+from leanrl.sebulba.algorithm import Algorithm, Shards, Update
 from leanrl.sebulba.args import SebulbaArgs
+from leanrl.sebulba.collectives import sum_in_order
 from leanrl.sebulba.launch import start
 from leanrl.sebulba.layout import Layout
 from leanrl.sebulba.rollout import Rollout
@@ -48,7 +50,7 @@ class Args(SebulbaArgs):
     torso: Literal["auto", "impala", "nature", "mlp"] = "auto"
     """network: IMPALA's residual one or DQN's for images, two layers for other observations; auto: impala or mlp"""
     channels: tuple[int, ...] = (16, 32, 32)
-    """of the stages of the impala torso"""
+    """channels of the stages of the impala torso"""
     hidden: int = 256
     """width behind the impala torso (nature: 512, mlp: two layers of 64)"""
 
@@ -56,7 +58,7 @@ class Args(SebulbaArgs):
     """rollout r is produced by the parameters after r - 1 - POLICY_LAG updates; 0 is synchronous"""
 
     learning_rate: float = 6e-4
-    """of RMSProp"""
+    """learning rate of RMSProp"""
     num_steps: int = 20
     """steps of each environment in a rollout"""
     anneal_lr: bool = True
@@ -64,13 +66,13 @@ class Args(SebulbaArgs):
     gamma: float = 0.99
     """discount"""
     num_minibatches: int = 4
-    """optimiser steps a rollout, each on a part of the environments of every shard"""
+    """optimiser steps per rollout, each on a part of the environments of every shard"""
     gradient_accumulation_steps: int = 1
     """parts of a minibatch, computed one after the other to save memory"""
     rho_bar: float = 1.0
-    """importance weights of temporal differences are cut off here"""
+    """rho-bar: the importance weights of temporal differences are truncated here"""
     c_bar: float = 1.0
-    """those of the traces are cut off here"""
+    """c-bar: the importance weights of traces are truncated here"""
     ent_coef: float = 0.01
     """coefficient of the entropy bonus"""
     vf_coef: float = 0.5
@@ -352,7 +354,8 @@ def make_update(agent: nn.Module, optimizer: FlatRMSProp, shards: Shards, args: 
     """One pass over a rollout; a minibatch takes some environments of every shard, and their gradients are summed."""
     num_envs = shards.rollouts[0].actions.shape[1]
     num_iterations = args.total_timesteps // (args.num_envs * args.num_steps)
-    parts = torch.arange(num_envs, device=device).view(args.num_minibatches, args.gradient_accumulation_steps, -1)
+    # [num_minibatches, gradient_accumulation_steps, n]
+    mb_envs = torch.arange(num_envs, device=device).view(args.num_minibatches, args.gradient_accumulation_steps, -1)
     # The gradient is of the sum of the losses, their log points are of the mean.
     num_rows = args.num_steps * num_envs * shards.total // args.num_minibatches
 
@@ -382,14 +385,14 @@ def make_update(agent: nn.Module, optimizer: FlatRMSProp, shards: Shards, args: 
     def warm_up() -> None:
         for _ in range(WARMUP_CALLS if args.compile or args.cudagraphs else 1):
             for gradient in gradients:
-                step(gradient(parts[0, 0]))
+                step(gradient(mb_envs[0, 0]))
 
     def update(number: int) -> torch.Tensor:
         if args.anneal_lr:
             optimizer.lr.fill_(args.learning_rate * (1.0 - (number - 1.0) / num_iterations))
         losses = torch.zeros(len(LOSS_NAMES), device=device)
-        for envs in parts:
-            losses += step(shards.sum_over([sum_in_parts(gradient, envs) for gradient in gradients]))
+        for envs in mb_envs:
+            losses += step(shards.sum_over([sum_in_order(map(gradient, envs)) for gradient in gradients]))
         return losses / args.num_minibatches
 
     return Update(warm_up, update, num_steps=args.num_minibatches)

@@ -11,6 +11,7 @@ bootstrapped, and steps that only reset an environment are left out of the loss.
     torchrun --nproc-per-node 2 leanrl/cleanba_ppo.py --learner-device-ids 0 1 --compile
 
 Layouts, launching and failures: doc/distributed.md
+Measured speed and learning curves: doc/benchmarks/cleanba.md
 """
 
 from collections.abc import Callable, Sequence
@@ -23,8 +24,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from leanrl.sebulba.algorithm import Algorithm, Shards, Update, sum_in_parts
+from leanrl.sebulba.algorithm import Algorithm, Shards, Update
 from leanrl.sebulba.args import SebulbaArgs
+from leanrl.sebulba.collectives import sum_in_order
 from leanrl.sebulba.launch import start
 from leanrl.sebulba.layout import Layout
 from leanrl.sebulba.randomness import PERMUTATIONS, Streams
@@ -49,7 +51,7 @@ class Args(SebulbaArgs):
     torso: Literal["auto", "impala", "nature", "mlp"] = "auto"
     """network: IMPALA's residual one or DQN's for images, two layers for other observations; auto: impala or mlp"""
     channels: tuple[int, ...] = (16, 32, 32)
-    """of the stages of the impala torso"""
+    """channels of the stages of the impala torso"""
     hidden: int = 256
     """width behind the impala torso (nature: 512, mlp: two layers of 64)"""
 
@@ -64,7 +66,7 @@ class Args(SebulbaArgs):
     gae_lambda: float = 0.95
     """lambda of generalised advantage estimation"""
     num_minibatches: int = 4
-    """optimiser steps an epoch"""
+    """optimiser steps per epoch"""
     gradient_accumulation_steps: int = 1
     """parts of a minibatch, computed one after the other to save memory; each normalises its own advantages"""
     update_epochs: int = 4
@@ -438,7 +440,7 @@ def make_update(agent: nn.Module, optimizer: FlatAdam, shards: Shards, args: Arg
             b_inds = [shard_inds.view(args.num_minibatches, -1) for shard_inds in inds]
             for minibatch in range(args.num_minibatches):
                 vectors = [
-                    sum_in_parts(gradient, mb_inds[minibatch].chunk(args.gradient_accumulation_steps))
+                    sum_in_order(map(gradient, mb_inds[minibatch].chunk(args.gradient_accumulation_steps)))
                     for gradient, mb_inds in zip(gradients, b_inds, strict=True)
                 ]
                 losses += step(shards.sum_over(vectors))

@@ -1,17 +1,23 @@
 """A run whose part dies, fails or hangs ends at once, with that part's name; real processes and signals."""
 
+import json
 import os
 import re
 import signal
 import sys
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from scripts import summary
-from sebulba_runs import DISTRIBUTED, alive, end, finish, last_line, launch, ranks_of, tiny, wait_for_log
+from sebulba_runs import DISTRIBUTED, alive, end, finish, last_line, launch, ranks_of, run_alone, tiny, wait_for_log
 
-from leanrl.sebulba.supervisor import Child, supervise
+from leanrl.sebulba.collectives import waiting_for
+from leanrl.sebulba.learner import Learner
+from leanrl.sebulba.status import PeerLost, Status
+from leanrl.sebulba.supervisor import Child, Supervisor, supervise
+from leanrl.support.signals import StopRequest
 
 LAYOUT = ["--actor-device-ids", 0, "--learner-device-ids", 1, 2]
 NAMES = ["actor 0 (rank 0)", "learner 0 (rank 1)", "learner 1 (rank 2)"]
@@ -144,6 +150,63 @@ def test_an_error_in_an_actor_thread_ends_the_run(tmp_path):
     assert code == 1
     assert last_line(out) == "actor thread 1 (rank 0): ValueError: the emulator is out of order"
     assert "Traceback" in out
+
+
+def test_a_run_is_closed_after_an_error_in_an_actor_thread(tmp_path):
+    """Without a supervisor, which would not let it take long."""
+    note = "import leanrl.support.tracking as tracking; tracking.Tracker.close = lambda self: print('closed')"
+    (tmp_path / "sitecustomize.py").write_text(f"{FAULT}\n{note}\n")
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    process = launch("cleanba_impala", *tiny(tmp_path, FOREVER), environ={**alone, "PYTHONPATH": path})
+    code, out = finish(process)
+    assert code == 1 and "closed" in out.splitlines()
+    assert "actor thread 1 (rank 0): ValueError: the emulator is out of order" in out.splitlines()
+
+
+def test_a_reason_is_one_line_of_a_pipe_whatever_it_holds(monkeypatch):
+    told, ours = os.pipe()
+    status = Status("learner 7 (rank 9)")
+    monkeypatch.setattr(status, "_fd", ours)
+    status.fail(ValueError("\0\x1b" * 500 + "\ud83d half of a pair " + '"\\\U0001f600' * 1000))
+    line = os.read(told, 65536)
+    os.close(told)
+    os.close(ours)
+    assert len(line) <= 4096 and line.endswith(b"\n")
+    assert json.loads(line)["message"].startswith('learner 7 (rank 9): ValueError: half of a pair "\\\U0001f600"')
+
+
+def test_a_process_that_answers_after_all_is_no_mystery():
+    child = Child("learner 7 (rank 9)", [], {}, process=SimpleNamespace(poll=lambda: None), last_sign=time.monotonic())
+    assert Supervisor([child], timeout=60)._explain() == "a process did not answer in time"
+
+
+def test_a_lost_peer_is_told_with_the_whole_reason():
+    nccl = "[../a.cpp:12] NCCL error\nLast error:\nsocket closed by remote peer"
+    for error, reason in ((nccl, "NCCL error Last error: socket closed by remote peer"), ("", "RuntimeError")):
+        with pytest.raises(PeerLost) as lost, waiting_for("learner 7"):
+            raise RuntimeError(error)
+        assert str(lost.value) == f"lost learner 7 ({reason})" and isinstance(lost.value.__cause__, RuntimeError)
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+def test_only_a_second_ctrl_c_interrupts(first):
+    with StopRequest(quiet=True) as stop:
+        signal.raise_signal(first)
+        if first != signal.SIGINT:
+            signal.raise_signal(signal.SIGINT)
+        assert stop.requested
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_rank_that_is_interrupted_ends_quietly(monkeypatch, capfd, tmp_path):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Learner, "iterate", interrupted)
+    assert run_alone(monkeypatch, "cleanba_ppo", *tiny(tmp_path, "--total-timesteps=256")) == 130
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_ranks_do_not_outlive_their_launcher(endless):

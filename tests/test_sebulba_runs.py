@@ -5,19 +5,22 @@ import importlib
 import itertools
 import json
 import re
+import shutil
 import signal
 import socket
 import sys
+import threading
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from gymnasium.spaces import Box, Discrete
-from scripts import course, newest_checkpoint, run, summary
+from scripts import course, leaves, newest_checkpoint, run, summary
 from sebulba_runs import DISTRIBUTED, finish, last_line, launch, ranks_of, run_alone, tiny, wait_for_log
 
 from leanrl.sebulba import collectives
+from leanrl.sebulba.actor import ActorThread
 from leanrl.sebulba.algorithm import Shards
 from leanrl.sebulba.layout import Layout
 from leanrl.sebulba.rollout import Rollout
@@ -27,6 +30,7 @@ from leanrl.support.cli import parse_args
 from leanrl.support.errors import UsageError
 from leanrl.support.evaluation import atari_protocol, play
 from leanrl.support.executables import untouched
+from leanrl.support.run import Run
 from leanrl.support.tracking import read_metrics
 from leanrl.tools.trials import REPOSITORY
 
@@ -166,11 +170,34 @@ def test_a_stop_finishes_the_update_and_no_more(monkeypatch, tmp_path, script):
 
         return update._replace(run=run)
 
+    def finish(self, state):
+        # What is saved now may take longer than a thread would wait for its next parameters.
+        assert not any(isinstance(thread, ActorThread) for thread in threading.enumerate())
+        return finish_run(self, state)
+
+    finish_run = Run.finish
+    monkeypatch.setattr(Run, "finish", finish)
     monkeypatch.setattr(module, "make_update", watched)
     assert run_alone(monkeypatch, script, *tiny(tmp_path, "--total-timesteps=25600", "--log-frequency=2")) == 0
     assert asked == [1, 2, 3, 4, 5] and summary(tmp_path / "run")["interrupted"]
     assert last_step(tmp_path / "run") == newest_checkpoint(tmp_path / "run")[0] == 5 * 256
     assert [row["global_step"] for row in read_metrics(tmp_path / "run")] == [2 * 256, 4 * 256, 5 * 256]
+
+
+def test_what_has_diverged_is_not_checkpointed(monkeypatch, capsys, tmp_path):
+    """However seldom log points come."""
+    module = importlib.import_module("leanrl.cleanba_impala")
+    make_update = module.make_update
+
+    def diverging(*args):
+        update = make_update(*args)
+        return update._replace(run=lambda number: update.run(number) * (torch.nan if number == 3 else 1.0))
+
+    monkeypatch.setattr(module, "make_update", diverging)
+    flags = tiny(tmp_path, "--total-timesteps=25600", "--log-frequency=100", "--checkpoint-every=256")
+    assert run_alone(monkeypatch, "cleanba_impala", *flags) == 1
+    assert "training diverged: losses/policy_loss is nan at step 768" in capsys.readouterr().err
+    assert newest_checkpoint(tmp_path / "run")[0] == 512
 
 
 def test_resuming_with_other_groups_is_refused(monkeypatch, capsys, tmp_path):
@@ -211,6 +238,13 @@ def test_a_group_that_never_comes_is_not_waited_for_long(monkeypatch, free_port)
 
 @pytest.mark.parametrize("script", DISTRIBUTED)
 def test_resume_restores_all(monkeypatch, capsys, tmp_path, script):
+    firsts, play_rollout = {}, ActorThread.play_rollout
+
+    def noting(self, rollout, header, obs, resets):
+        firsts.setdefault(header.rollout, {})[self.pieces[0].envs.start] = obs.copy()
+        return play_rollout(self, rollout, header, obs, resets)
+
+    monkeypatch.setattr(ActorThread, "play_rollout", noting)
     flags = tiny(tmp_path, "--total-timesteps=2560")
     assert run_alone(monkeypatch, script, *flags) == 0
     before = newest_checkpoint(tmp_path / "run")[1]
@@ -228,8 +262,17 @@ def test_resume_restores_all(monkeypatch, capsys, tmp_path, script):
             *map(torch.utils._pytree.tree_leaves, (before["script"][key], after["script"][key])), strict=True
         ):
             assert torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+    # A timeline that is damaged where the run will write it again anyway.
+    copy = shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    with open(tmp_path / "run" / "timeline.jsonl", "a") as file:
+        file.write('garbage}\n{"torn')
     # The schedule goes on: rollout 11 from parameters 10, whatever the lag.
     assert run_alone(monkeypatch, script, "--resume", tmp_path / "run", "--total-timesteps=5120") == 0
+    # Other episodes than those of the first start, and the same ones after each resume.
+    assert len(np.unique(np.concatenate([*firsts[1].values(), *firsts[11].values()]), axis=0)) == 2 * 16
+    assert run_alone(monkeypatch, script, "--resume", copy, "--total-timesteps=5120") == 0
+    ours, theirs = (newest_checkpoint(run_dir) for run_dir in (tmp_path / "run", copy))
+    assert ours[0] == theirs[0] == 5120 and leaves(ours[1]["script"]) == leaves(theirs[1]["script"])
     lags = [row["stats/policy_lag"] for row in read_metrics(tmp_path / "run")]
     assert lags == [0.0] * 20 if script == "cleanba_ppo" else lags == [0.0, *[1.0] * 9, 0.0, *[1.0] * 9]
     assert len((tmp_path / "run" / "timeline.jsonl").read_text().splitlines()) == 20
@@ -239,6 +282,7 @@ def test_stops_on_a_return_and_on_time(monkeypatch, tmp_path):
     flags = ["--total-timesteps=100000000", "--log-frequency=100000"]
     assert run_alone(monkeypatch, "cleanba_impala", *tiny(tmp_path / "return", *flags, "--target-return=40")) == 0
     result = summary(tmp_path / "return" / "run")
+    assert result["episodes"] >= 100
     assert result["episodic_return"] > 35 and not result["interrupted"] and result["global_step"] < 1_000_000
     (row,) = read_metrics(tmp_path / "return" / "run")  # a log point at the end has all that ended since the last
     assert (row["global_step"], row["charts/episodes"]) == (result["global_step"], result["episodes"])
@@ -467,11 +511,11 @@ def test_environments_of_cleanbas_readme_fit(script, learners):
     assert layout.num_envs == 240 and layout.num_shards == len(learners.split())
 
 
-def test_help_names_cleanbas_flags():
-    for script in DISTRIBUTED:
-        module = importlib.import_module(f"leanrl.{script}")
-        fields = {field.name for field in dataclasses.fields(module.Args)}
-        names = "env_id total_timesteps learning_rate local_num_envs num_actor_threads num_steps anneal_lr gamma "
-        names += "num_minibatches gradient_accumulation_steps ent_coef vf_coef max_grad_norm channels "
-        names += "actor_device_ids learner_device_ids distributed track save_model log_frequency"
-        assert fields >= set(names.split())
+@pytest.mark.parametrize("script", DISTRIBUTED)
+def test_help_names_cleanbas_flags(capsys, script):
+    assert run(script, "--help") == 0
+    flags = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+    names = "env_id total_timesteps learning_rate local_num_envs num_actor_threads num_steps anneal_lr gamma "
+    names += "num_minibatches gradient_accumulation_steps ent_coef vf_coef max_grad_norm channels "
+    names += "actor_device_ids learner_device_ids distributed track save_model log_frequency"
+    assert flags >= {"--" + name.replace("_", "-") for name in names.split()}

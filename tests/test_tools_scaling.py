@@ -93,6 +93,22 @@ def test_flags_of_one_graph_rungs_are_checked_too():
         scaling.require_valid(Contender("one graph", command))
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--local-num-envs=192", "--total-timesteps=30000"], "--total-timesteps 30000: is less than one rollout"),
+        (["--num-minibatches=7"], "--num-minibatches 7: "),
+        (["--local-num-envs=7", "--num-actor-threads=1", "--learner-device-ids=0", "1"], "--local-num-envs 7: "),
+        (["--timeout=1"], "--timeout 1.0: must be at least 2"),
+    ],
+)
+def test_layouts_of_distributed_scripts_are_checked_too(flags, said):
+    command = ("python", "leanrl/cleanba_ppo.py", "--device=cpu")
+    scaling.require_valid(Contender("PPO", command))
+    with pytest.raises(UsageError, match=f"^{said}"):
+        scaling.require_valid(Contender("PPO", (*command, *flags)))
+
+
 def test_table_order_and_picture(fake_runs, tmp_path, monkeypatch, capsys):
     def speed(command: str, seed: int) -> float | None:
         if TD3 in command and "--num-envs=8" in command:

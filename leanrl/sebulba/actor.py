@@ -30,7 +30,7 @@ def make_act(agent: nn.Module, amp: str, device: torch.device) -> tuple[Callable
     """
     rounded = {}
     if amp == "bf16":
-        # Large matrices are rounded once a rollout, which autocast would do at every step, to the same numbers.
+        # Large matrices are rounded once per rollout, which autocast would do at every step, to the same numbers.
         rounded = {
             f"{name}.weight": module.weight.detach().bfloat16()
             for name, module in agent.named_modules()
@@ -114,7 +114,8 @@ class ActorThread(threading.Thread):
         self._episodes = EpisodeStatistics(num_envs)
         self._free: Mailbox[list[Rollout]] = Mailbox(args.timeout)
         self._played: Mailbox[list[Rollout]] = Mailbox(args.timeout)
-        # The learner works on one rollout while the next POLICY_LAG are played.
+        # The schedule lets a thread play so many rollouts before the learner takes the first of them, which it copies
+        # and gives back ahead of its update: with a lag, a thread goes on while others still play.
         for _ in range(args.policy_lag + 1):
             self._free.put([Rollout.allocate(args.num_steps, len(p.envs), space.shape, dtype, device) for p in pieces])
 
@@ -127,7 +128,12 @@ class ActorThread(threading.Thread):
         torch.set_num_threads(num_threads)
 
     def take(self, waiter: str) -> list[Rollout]:
-        """The next rollout, one piece for each of ``pieces``; ``waiter`` is who waits. Give it back when done."""
+        """The next rollout, one piece for each of ``pieces``; ``waiter`` is who waits. Give it back when done.
+
+        Raises:
+            Stopped: the thread has failed or was stopped.
+            Stalled: none came in time.
+        """
         return self._played.get(f"{self.name}, a rollout, by {waiter}")
 
     def give_back(self, rollout: list[Rollout]) -> None:

@@ -38,20 +38,15 @@ class Update(NamedTuple):
     """optimiser steps of an update"""
 
 
-def sum_in_parts(gradient: Callable[[torch.Tensor], torch.Tensor], parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of ``gradient`` over the parts of a minibatch."""
-    total = gradient(parts[0])
-    for part in parts[1:]:
-        total = total + gradient(part)
-    return total
-
-
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
     """A script's parts; ``args`` are the script's."""
 
     make_agent: Callable[[gym.spaces.Box, int, object], nn.Module]
-    """(observation space, number of actions, args) -> network: [B, ...] -> logits [B, num_actions], values [B]"""
+    """(observation space, number of actions, args) -> network: [B, ...] -> logits [B, num_actions], values [B]
+
+    With ``--amp bf16``, actors round the weights of linear layers once per rollout: those in its module ``torso`` only.
+    """
     make_optimizer: Callable[[nn.Module, object], FlatParameters]
     """(agent, args)"""
     make_update: Callable[[nn.Module, FlatParameters, Shards, object, torch.device], Update]

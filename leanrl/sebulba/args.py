@@ -1,6 +1,7 @@
 """The flags of the runtime, which both distributed scripts have."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,9 +47,9 @@ class SebulbaArgs(RunArgs):
     policy_lag: int = 0
     """rollout r is produced by the parameters after r - 1 - POLICY_LAG updates; 0 is synchronous"""
     num_shards: int | None = None
-    """parts of the global batch that are shuffled and normalised each by itself; by default one a learner"""
+    """parts of the global batch that are shuffled and normalised each by itself; by default one per learner"""
     exact_reduction: bool = False
-    """sum gradients in the order of the shards, act in blocks of one: the same bits on any layout, on CPUs"""
+    """sum gradients in the order of the shards, act one shard at a time: the same bits on any layout, on CPUs"""
     timeout: float = 1800.0
     """seconds of a wait that end the run as a stall; more than compilation, an update or a rollout may take"""
 
@@ -64,7 +65,7 @@ class SebulbaArgs(RunArgs):
     upload_model: bool = False
     """upload the model to the Hugging Face Hub at the end, as ENV_ID-SCRIPT-seedSEED; saves it too"""
     hf_entity: str = ""
-    """user or organisation on the Hub; by default who is logged in"""
+    """user or organisation on the Hub; by default the one that is logged in"""
 
     num_envs: tyro.conf.Suppress[int] = 0
     """environments in all, filled in when the layout is known"""
@@ -104,6 +105,36 @@ def resolve_devices(args: SebulbaArgs) -> torch.device:
                 there = f"this machine has {torch.cuda.device_count()} CUDA device(s), numbered from 0"
                 raise bad(name, ids, there)
     return torch.device(device.type)
+
+
+def validate_start(
+    args: SebulbaArgs, num_groups: int, validate_shards: Callable[[SebulbaArgs, Layout], None]
+) -> tuple[torch.device, Layout]:
+    """All that can be said of a start before anything runs; fills ``args.num_envs`` in.
+
+    Args:
+        args: the script's; its own flags are validated already.
+        num_groups: how many groups take part.
+        validate_shards: the script's, see ``Algorithm.validate``.
+
+    Returns:
+        where the run is, ``cpu`` or ``cuda``, and its layout.
+
+    Raises:
+        UsageError: on the first flag that cannot work.
+    """
+    validate_runtime(args)
+    device = resolve_devices(args)
+    layout = Layout.of(args, num_groups)
+    if args.resume is not None and args.num_envs != layout.num_envs:
+        there = f"was started with {args.num_envs} environments in all, this start has {layout.num_envs}"
+        raise bad("resume", args.resume, f"{there}; start as many groups as then")
+    args.num_envs = layout.num_envs
+    if args.total_timesteps < layout.num_envs * args.num_steps:
+        needed = f"is less than one rollout, {layout.num_envs * args.num_steps} steps"
+        raise bad("total_timesteps", args.total_timesteps, needed)
+    validate_shards(args, layout)
+    return device, layout
 
 
 def learner_threads(args: SebulbaArgs, layout: Layout, is_image: bool) -> int:

@@ -1,6 +1,6 @@
 """What processes send each other: gloo on CPUs, NCCL on GPUs, always from the main thread and in the same order.
 
-Each iteration: rollouts from actors to learners, one sum of gradients an optimiser step, one report a learner, and the
+Each iteration: rollouts from actors to learners, one sum of gradients per optimiser step, one report per learner, and the
 new parameters to the actors that have no learner beside them.
 """
 
@@ -8,8 +8,9 @@ import datetime
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
 
 import torch
 import torch.distributed as dist
@@ -22,17 +23,22 @@ from leanrl.support.run import synchronize
 SUPERVISOR_STORE = "LEANRL_SUPERVISOR_STORE"
 # Processes are started together and compile later: one that has not come by then has failed, and said why elsewhere.
 RENDEZVOUS_SECONDS = 300.0
+# Characters of a backend's error: the part that was waited for must fit on the line, too.
+LONGEST_ERROR = 600
 
 
 @contextmanager
 def waiting_for(what: str) -> Iterator[None]:
-    """Turns the backend's errors into PeerLost: they mean that a peer is gone or did not come in time."""
+    """Turns the backend's errors into PeerLost: they mean that a peer is gone or did not come in time.
+
+    Allocate outside of it: running out of memory is a RuntimeError, too.
+    """
     try:
         yield
     except RuntimeError as error:
-        # Without the place in gloo's source, which the message begins with.
-        reason = re.sub(r"\[\S*:\d+\] ", "", str(error).strip().splitlines()[0])
-        raise PeerLost(f"lost {what} ({reason[:200]})") from None
+        # Without the place in gloo's source, which the message begins with. NCCL's reason is on its later lines.
+        reason = " ".join(re.sub(r"\[\S*:\d+\] ", "", str(error)).split()) or type(error).__name__
+        raise PeerLost(f"lost {what} ({reason[:LONGEST_ERROR]})") from error
 
 
 class Collectives:
@@ -42,10 +48,10 @@ class Collectives:
         layout, part: who is there, and which of them this is.
         device: where messages are.
         timeout: seconds until a wait for a peer is an error; RENDEZVOUS_SECONDS at most until all are there.
-        exact: sum in the order of the shards, the same in every layout; costs the memory of a gradient a shard.
+        exact: sum in the order of the shards, the same in every layout; costs the memory of one gradient per shard.
 
     Raises:
-        PeerLost: a process does not come.
+        PeerLost: a process does not come; every method that waits for one raises it too, where that is gone or late.
     """
 
     def __init__(self, layout: Layout, part: Part, device: torch.device, timeout: float, exact: bool) -> None:
@@ -89,8 +95,9 @@ class Collectives:
     def barrier(self) -> None:
         """Waits until every process has come here, and until this one's device has done all that it was given."""
         if not self._alone:
+            message = torch.zeros(1, device=self._device)
             with waiting_for("another process, which did not get ready"):
-                dist.all_reduce(torch.zeros(1, device=self._device))
+                dist.all_reduce(message)
         # NCCL only makes the device wait.
         synchronize(self._device)
 
@@ -98,11 +105,11 @@ class Collectives:
         """Overwrites ``tensors`` with those of learner 0, which leads."""
         if not self._alone:
             lead = self._layout.learner_part(0)
-            with waiting_for(f"{lead.name}, which sends its state"):
-                for tensor in tensors:
-                    message = tensor.to(self._device)
+            for tensor in tensors:
+                message = tensor.to(self._device)
+                with waiting_for(f"{lead.name}, which sends its state"):
                     dist.broadcast(message, lead.rank)
-                    tensor.copy_(message)
+                tensor.copy_(message)
 
     def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Sends and receives rollouts: (rank, message) each, those between two ranks in the same order on both."""
@@ -156,7 +163,7 @@ class Collectives:
             self._share(torch.cat([params, params.new_tensor([float(is_last)])]))
 
     def receive_params(self, params: torch.Tensor) -> bool:
-        """Overwrites ``params`` with what the first learner of this group sent; whether this was the last iteration."""
+        """Overwrites ``params`` [P] with what this group's first learner sent; whether this was the last iteration."""
         message = params.new_empty(len(params) + 1)
         self._share(message)
         params.copy_(message[:-1])
@@ -180,9 +187,6 @@ def _rendezvous(rank: int, world_size: int, seconds: float) -> dist.Store:
     return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def sum_in_order(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum, added up from the first to the last."""
-    total = vectors[0]
-    for vector in vectors[1:]:
-        total = total + vector
-    return total
+def sum_in_order(vectors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The sum, added up from the first to the last; they may be computed one by one on the way."""
+    return reduce(torch.add, vectors)

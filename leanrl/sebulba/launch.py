@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from leanrl.sebulba.algorithm import Algorithm
-from leanrl.sebulba.args import SebulbaArgs, resolve_devices, validate_runtime
+from leanrl.sebulba.args import SebulbaArgs, validate_start
 from leanrl.sebulba.collectives import SUPERVISOR_STORE
 from leanrl.sebulba.environments import make_pool
 from leanrl.sebulba.layout import Layout
@@ -25,8 +25,8 @@ from leanrl.support.run import seed_everything
 
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID")
-# The ports that SLURM jobs meet at, by job number.
-FIRST_PORT, NUM_PORTS = 20_000, 20_000
+# The ports that SLURM jobs meet at, by job number: below those that Linux gives to outgoing connections.
+FIRST_PORT, NUM_PORTS = 20_000, 12_000
 
 
 def start(args: SebulbaArgs, script_file: str, algorithm: Algorithm) -> None:
@@ -45,8 +45,6 @@ def start(args: SebulbaArgs, script_file: str, algorithm: Algorithm) -> None:
         UsageError: a layout that cannot be, or that does not fit the processes that were started.
         SystemExit: something failed, here or in another process.
     """
-    validate_runtime(args)
-    device = resolve_devices(args)
     as_rank = all(name in os.environ for name in RENDEZVOUS)
     group_size = len(set(args.actor_device_ids) | set(args.learner_device_ids))
     slurm = None if as_rank or not args.distributed else slurm_task(os.environ)
@@ -57,15 +55,7 @@ def start(args: SebulbaArgs, script_file: str, algorithm: Algorithm) -> None:
         if rest or not num_groups:
             needed = f"{world_size} processes were started, but this layout has {group_size} a group"
             raise UsageError(f"--actor-device-ids and --learner-device-ids: {needed}; start a multiple of them")
-    layout = Layout.of(args, num_groups)
-    if args.resume is not None and args.num_envs != layout.num_envs:
-        there = f"was started with {args.num_envs} environments in all, this start has {layout.num_envs}"
-        raise bad("resume", args.resume, f"{there}; start as many groups as then")
-    args.num_envs = layout.num_envs
-    if args.total_timesteps < layout.num_envs * args.num_steps:
-        needed = f"is less than one rollout, {layout.num_envs * args.num_steps} steps"
-        raise bad("total_timesteps", args.total_timesteps, needed)
-    algorithm.validate(args, layout)
+    device, layout = validate_start(args, num_groups, algorithm.validate)
     if as_rank:
         _run_rank(args, script_file, algorithm, layout, device)
         return
@@ -121,6 +111,8 @@ def _run_rank(args, script_file: str, algorithm: Algorithm, layout: Layout, devi
     except Stopped:  # an actor thread has failed, and reported it
         status.wait_until_told()
         _end_process(1)
+    except KeyboardInterrupt:  # a second Ctrl-C, or one before signals are noted
+        _end_process(130)
     except Exception as error:
         status.fail(error)
         _end_process(1)

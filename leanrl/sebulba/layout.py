@@ -1,5 +1,6 @@
 """Who runs where, and which environments are whose: ``a0-l1,2-d1`` as processes, ranks, shards and pieces."""
 
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -59,7 +60,7 @@ class Layout:
         num_groups: how many times that is there (``d2``: 2).
         num_actor_threads: of each actor device.
         local_num_envs: of each actor thread.
-        num_shards: None for one a learner.
+        num_shards: None for one per learner.
 
     Raises:
         UsageError: device ids negative or named twice, or numbers that do not divide.
@@ -100,6 +101,10 @@ class Layout:
         # Actor devices first: rank 0 acts, and where it learns too it is the first learner.
         self.device_ids = tuple(dict.fromkeys((*actor_device_ids, *learner_device_ids)))
         self.parts = tuple(self._part(rank) for rank in range(num_groups * len(self.device_ids)))
+        self._pieces: list[list[Piece]] = [[] for _ in range(self.num_learners)]
+        for actor, thread in itertools.product(range(self.num_actors), range(num_actor_threads)):
+            for piece in self.pieces_of_thread(actor, thread):
+                self._pieces[piece.learner].append(piece)
 
     def _part(self, rank: int) -> Part:
         group, local = divmod(rank, len(self.device_ids))
@@ -156,11 +161,9 @@ class Layout:
             for shard in shards
         ]
 
-    def pieces_of_learner(self, learner: int) -> list[Piece]:
+    def pieces_of_learner(self, learner: int) -> Sequence[Piece]:
         """What a learner is fed with, in the order of the environments."""
-        threads = [(actor, thread) for actor in range(self.num_actors) for thread in range(self.num_actor_threads)]
-        pieces = [piece for place in threads for piece in self.pieces_of_thread(*place)]
-        return [piece for piece in pieces if piece.learner == learner]
+        return self._pieces[learner]
 
     @classmethod
     def of(cls, args, num_groups: int = 1) -> "Layout":

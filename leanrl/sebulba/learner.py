@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +17,7 @@ from leanrl.sebulba.report import Report, Times, checksum, ended_episodes, read_
 from leanrl.sebulba.rollout import Rollout
 from leanrl.support.optim import FlatParameters
 from leanrl.support.run import Run, synchronize
+from leanrl.support.tracking import cut_metrics
 
 TIMELINE_FILE = "timeline.jsonl"
 
@@ -30,8 +30,6 @@ class Iteration(NamedTuple):
     """of all learners"""
     losses: torch.Tensor
     """in the order of the algorithm's ``loss_names``"""
-    optimizer_steps: int
-    """how many it took"""
     is_last: bool
     """whether the run ends with it: the same for all"""
 
@@ -63,7 +61,7 @@ class Learner:
         args,
     ) -> None:
         self._layout, self._part = layout, part
-        self._pipeline, self._shards, self._update = pipeline, shards, update
+        self._pipeline, self._shards, self.update = pipeline, shards, update
         self._optimizer, self._collectives, self._source = optimizer, collectives, source
         self._args = args
         self._num_pieces = max(len(layout.pieces_of_learner(i)) for i in range(layout.num_learners))
@@ -76,16 +74,17 @@ class Learner:
             stop_requested: whether this process was asked to stop; called after the update.
 
         Raises:
-            RuntimeError: the learners' parameters differ.
+            RuntimeError: the learners' parameters differ, or a rollout is not the one that was due.
+            Stopped, Stalled, PeerLost: a rollout, or another learner, does not come.
         """
         started = time.time()
         headers = self._pipeline.exchange(number, stop=False)  # what it was asked is in its report
         filled = time.time()
         all_reduce = self._collectives.all_reduce_seconds
-        losses = self._update.run(number)
+        losses = self.update.run(number)
         synchronize(self._optimizer.params.device)
         updated = time.time()
-        times = Times(started, filled, updated, filled - started, self._collectives.all_reduce_seconds - all_reduce)
+        times = Times(started, filled, updated, self._collectives.all_reduce_seconds - all_reduce)
         check = number % self._args.checksum_frequency == 0 or number == last
         sum_of_bits = checksum(self._optimizer.params) if check else 0
         piece_headers = [header for _, header in headers]
@@ -100,7 +99,7 @@ class Learner:
         self._collectives.send_params(self._optimizer.params, is_last)
         if self._source is not None:
             self._source.publish(number, self._optimizer.params)
-        return Iteration(number, reports, losses, self._update.num_steps, is_last)
+        return Iteration(number, reports, losses, is_last)
 
 
 class Records:
@@ -109,32 +108,45 @@ class Records:
     Args:
         run: the run, entered.
         layout: for the names of the parts.
+        optimizer_steps: of an update.
         loss_names: of the losses that ``Update.run`` returns.
         state_dict: the script's state, for checkpoints.
     """
 
-    def __init__(self, run: Run, layout: Layout, loss_names: Sequence[str], state_dict: Callable[[], dict]) -> None:
-        self._run, self._layout = run, layout
+    def __init__(
+        self,
+        run: Run,
+        layout: Layout,
+        optimizer_steps: int,
+        loss_names: Sequence[str],
+        state_dict: Callable[[], dict],
+    ) -> None:
+        self._run, self._layout, self._optimizer_steps = run, layout, optimizer_steps
         self._loss_names, self._state_dict = loss_names, state_dict
-        path = run.dir / TIMELINE_FILE
-        cut_timeline(path, run.global_step)
-        self._timeline = open(path, "a", buffering=1)
+        cut_metrics(run.dir, run.global_step, TIMELINE_FILE)
+        self._timeline = open(run.dir / TIMELINE_FILE, "a", buffering=1)
 
     def close(self) -> None:
         self._timeline.close()
 
     def add(self, iteration: Iteration, optimizer: FlatParameters) -> None:
-        """Counts an iteration; logs and checkpoints where it is time to, and logs the last one always."""
+        """Counts an iteration; logs and checkpoints where it is time to, and logs the last one always.
+
+        Raises:
+            RuntimeError: training has diverged.
+        """
         run, args = self._run, self._run.args
-        number, reports, losses, optimizer_steps, is_last = iteration
+        number, reports, losses, is_last = iteration
         run.global_step += self._layout.num_envs * args.num_steps
-        run.optimizer_steps += optimizer_steps
+        run.optimizer_steps += self._optimizer_steps
         run.record_episodes(*ended_episodes(reports))
         self._timeline.write(json.dumps(self._spans(number, reports)) + "\n")
-        if number % args.log_frequency == 0 or is_last:
+        checkpoint_due = run.checkpoint_due()
+        # Before a checkpoint too: a log point is where a run that has diverged ends.
+        if number % args.log_frequency == 0 or is_last or checkpoint_due:
             named = {f"losses/{name}": value for name, value in zip(self._loss_names, losses.tolist(), strict=True)}
             run.log({"charts/learning_rate": optimizer.lr.item(), **named, **stats(number, reports)})
-        if run.checkpoint_due():
+        if checkpoint_due:
             run.checkpoint(self._state_dict())
 
     def _spans(self, number: int, reports: Sequence[Report]) -> dict:
@@ -168,16 +180,8 @@ def stats(number: int, reports: Sequence[Report]) -> dict[str, float]:
         "stats/device_to_host_time": mean(h.device_to_host for h in headers),
         "stats/params_get_time": mean(h.params_wait for h in headers),
         "stats/queue_put_time": mean(h.queue_put for h in headers),
-        "stats/queue_get_time": mean(r.times.queue_get for r in reports),
+        "stats/queue_get_time": mean(r.times.filled - r.times.started for r in reports),
         "stats/update_time": mean(r.times.updated - r.times.filled for r in reports),
         "stats/all_reduce_time": mean(r.times.all_reduce for r in reports),
         "stats/policy_lag": mean(number - 1 - h.version for h in headers),
     }
-
-
-def cut_timeline(path: Path, global_step: int) -> None:
-    """Drops the lines after ``global_step``, which a resumed run will write again, and one torn by a kill."""
-    if not path.exists():
-        return
-    lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("}\n")]
-    path.write_text("".join(line for line in lines if json.loads(line)["global_step"] <= global_step))

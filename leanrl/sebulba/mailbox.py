@@ -1,4 +1,7 @@
-"""Passing things between threads: bounded, with time limits, and closed when the run ends."""
+"""Passing things between threads, with time limits, until the run ends.
+
+Putting never blocks: the number of buffers that go round bounds a mailbox.
+"""
 
 import threading
 from collections import deque

@@ -39,7 +39,7 @@ class ParamsSource:
         self._closed = False
 
     def publish(self, version: int, params: torch.Tensor) -> None:
-        """Makes ``params`` [P], which is copied, available as ``version``: the newest and 1."""
+        """Makes ``params`` [P], which is copied, available as ``version``, which must be the newest plus 1."""
         with self._changed:
             if version != self._newest + 1:
                 raise RuntimeError(f"parameters {version} published after {self._newest}")

@@ -57,6 +57,9 @@ class Pipeline:
 
         Raises:
             RuntimeError: a piece is of another rollout, or was played with other parameters than the lag allows.
+            Stopped: an actor thread of this process has failed.
+            Stalled: one did not play in time.
+            PeerLost: a process that a piece comes from, or goes to, is gone or does not answer in time.
         """
         played = [thread.take(self._part.name) for thread in self._threads]
         here = [

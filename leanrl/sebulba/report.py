@@ -20,7 +20,6 @@ class Times(NamedTuple):
     filled: float = 0
     """when its shards were full"""
     updated: float = 0
-    queue_get: float = 0
     all_reduce: float = 0
 
 

@@ -14,7 +14,8 @@ STATUS_FD = "LEANRL_STATUS_FD"
 HEARTBEAT_SECONDS = 0.5
 # An actor thread's error is reported at once; the process that it stops with it has this long to come to its end.
 GRACE_SECONDS = 5
-# Characters: a line of a pipe's 4,096 bytes at most is written whole, with no heartbeat inside.
+# Printable characters, of 4 bytes at most in JSON: a line of a pipe's 4,096 bytes at most is written whole, with no
+# heartbeat inside.
 LONGEST_REASON = 900
 
 Kind = Literal["error", "stall", "lost"]
@@ -59,7 +60,9 @@ class Status:
             return
         kind: Kind = "lost" if isinstance(error, PeerLost) else "stall" if isinstance(error, Stalled) else "error"
         reason = str(error) if kind != "error" else f"{type(error).__name__}: {error}" if str(error) else repr(error)
-        message = f"{who or self._part_name}: {' '.join(reason.split())[:LONGEST_REASON]}"
+        # One line; a control character would take 6 bytes, and half of a surrogate pair cannot be written at all.
+        reason = " ".join("".join(char if char.isprintable() else " " for char in reason).split())
+        message = f"{who or self._part_name}: {reason[:LONGEST_REASON]}"
         if kind == "error":
             traceback.print_exception(error)
         self._write(json.dumps({"kind": kind, "message": message}, ensure_ascii=False).encode() + b"\n")
@@ -73,6 +76,8 @@ class Status:
 
     def fail_in_thread(self, error: BaseException, who: str) -> None:
         """``fail`` from a daemon thread; ends the process if its main thread, waiting for a peer say, does not."""
+        # On a thread of its own: the main thread, which is to close the run, waits for the end of the one that failed.
+        grace = threading.Timer(GRACE_SECONDS, os._exit, (1,))
+        grace.daemon = True
+        grace.start()
         self.fail(error, who)
-        time.sleep(GRACE_SECONDS)
-        os._exit(1)

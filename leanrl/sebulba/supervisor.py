@@ -187,7 +187,9 @@ class Supervisor:
             for failure in failures:
                 if failure["kind"] == kind:
                     return failure["message"]
-        child = next(child for child in self._children if child.failed)
+        child = next((child for child in self._children if child.failed), None)
+        if child is None:  # one that was silent has answered since
+            return "a process did not answer in time"
         return f"{child.name} ended with exit code {child.process.poll()}"
 
 

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
+from functools import partial
 
 import numpy as np
 import torch
@@ -110,7 +111,8 @@ class Worker:
                 update = self._make_update(agent, optimizer, shards, collectives) if learns else None
                 # On a GPU the threads have streams of their own, which would not wait for what was launched here.
                 collectives.barrier()
-            stack.callback(_stop_threads, threads, source)
+            stop_threads = partial(_stop_threads, threads, source)
+            stack.callback(stop_threads)
             # Told first: ending the threads, and a process group that is broken, may take a while.
             stack.push(_reporter(self._status))
             for thread in threads:
@@ -133,7 +135,7 @@ class Worker:
             else:
                 if stop.requested:
                     run.request_stop()
-                self._lead(run, learner, agent, optimizer, numbers)
+                self._lead(run, learner, agent, optimizer, numbers, stop_threads)
 
     def _make_agent(self) -> nn.Module:
         return self._algorithm.make_agent(self._space, self._num_actions, self._args).to(self._device)
@@ -199,14 +201,22 @@ class Worker:
             update.warm_up()
         return update
 
-    def _lead(self, run: Run, learner: Learner, agent: nn.Module, optimizer: FlatParameters, numbers: range) -> None:
+    def _lead(
+        self,
+        run: Run,
+        learner: Learner,
+        agent: nn.Module,
+        optimizer: FlatParameters,
+        numbers: range,
+        stop_threads: Callable[[], None],
+    ) -> None:
         """Takes the updates ``numbers`` and keeps the run directory."""
         args = self._args
 
         def state_dict() -> dict:
             return {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
 
-        records = Records(run, self._layout, self._algorithm.loss_names, state_dict)
+        records = Records(run, self._layout, learner.update.num_steps, self._algorithm.loss_names, state_dict)
         enough = False
 
         def stop_requested() -> bool:
@@ -226,6 +236,8 @@ class Worker:
                     break
         finally:
             records.close()
+        # After an early stop the threads wait for what never comes: a stall, if saving takes long.
+        stop_threads()
         run.finish(state_dict())
         if args.save_model or args.upload_model:
             network = {name: getattr(args, name) for name in self._algorithm.network_flags}
@@ -245,7 +257,7 @@ def _reporter(status: Status) -> Callable:
 
 
 def _stop_threads(threads: list[ActorThread], source: ParamsSource | None) -> None:
-    """Ends the actor threads, those that wait at once."""
+    """Ends the actor threads, those that wait at once; may be called again."""
     for thread in threads:
         thread.stop()
     if source is not None:

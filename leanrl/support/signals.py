@@ -18,12 +18,15 @@ class StopRequest:
 
     def __init__(self, quiet: bool = False) -> None:
         self.requested = False
+        self._interrupted = False
         self._quiet = quiet
         self._former: dict[int, object] = {}
 
     def _handle(self, number: int, frame) -> None:
-        if self.requested and number == signal.SIGINT:
-            raise KeyboardInterrupt
+        if number == signal.SIGINT:
+            if self._interrupted:
+                raise KeyboardInterrupt
+            self._interrupted = True
         self.requested = True
         if self._quiet:
             return

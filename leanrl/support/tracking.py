@@ -7,10 +7,10 @@ from pathlib import Path
 METRICS_FILE = "metrics.jsonl"
 
 
-def read_metrics(run_dir: Path) -> list[dict]:
-    """The log points of a run, oldest first; a last line torn by a kill is left out."""
+def read_metrics(run_dir: Path, file: str = METRICS_FILE) -> list[dict]:
+    """The log points of a run, oldest first, up to a line torn by a kill; ``file`` may be another record like them."""
     rows = []
-    path = Path(run_dir) / METRICS_FILE
+    path = Path(run_dir) / file
     if path.exists():
         for line in path.read_text().splitlines():
             try:
@@ -20,10 +20,10 @@ def read_metrics(run_dir: Path) -> list[dict]:
     return rows
 
 
-def cut_metrics(run_dir: Path, global_step: int) -> list[dict]:
+def cut_metrics(run_dir: Path, global_step: int, file: str = METRICS_FILE) -> list[dict]:
     """Drops the log points after ``global_step``, which a resumed run will write again. Returns those that stay."""
-    rows = [row for row in read_metrics(run_dir) if row["global_step"] <= global_step]
-    path = Path(run_dir) / METRICS_FILE
+    rows = [row for row in read_metrics(run_dir, file) if row["global_step"] <= global_step]
+    path = Path(run_dir) / file
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
     os.replace(temporary, path)

@@ -193,6 +193,13 @@ def td3_bf16():
 
 
 @row_of(TD3)
+def td3_onednn():
+    """Only on AMD's processors: elsewhere the scripts leave PyTorch its own choice."""
+    mkl = around(updating(fast_learner()), partial(matrix_products, "none"))
+    yield same_way("oneDNN's float32 products, not MKL's", mkl, updating(fast_learner()))
+
+
+@row_of(TD3)
 def td3_random():
     """The other samples are as good; with PyTorch's, compiled and eager runs see the same ones."""
     own = updating(fast_learner(), compiled(fallback_random=False))

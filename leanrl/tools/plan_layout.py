@@ -175,7 +175,7 @@ def recommend(predictions: Sequence[Prediction]) -> list[str]:
         actors, learners, _ = parse_layout(best.layout)
         flags = f"--actor-device-ids {typed(actors)} --learner-device-ids {typed(learners)}"
         flags += f" --num-actor-threads {best.num_actor_threads} --local-num-envs {best.local_num_envs}"
-        speed = f"{best.sps:,.0f} steps a second from {best.num_envs:,} environments on {best.devices} device"
+        speed = f"{best.sps:,.0f} steps per second from {best.num_envs:,} environments on {best.devices} device"
         return f"{what}: {best.layout} with `{flags}`, {speed}{'s' * (best.devices > 1)}; bottleneck: {best.bottleneck}"
 
     return [name("Fastest", lambda p: p.sps), name("Most for each device", lambda p: p.sps / p.devices)]

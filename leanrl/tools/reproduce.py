@@ -24,7 +24,7 @@ from leanrl.support.checkpoints import load_last_checkpoint
 from leanrl.support.errors import bad, require_at_least
 from leanrl.support.run import write_json_atomically
 from leanrl.tools.common import benchmark_record, describe_machine, markdown_table, results_folder, run_tool
-from leanrl.tools.trials import DISTRIBUTED, SCRIPTS, require_distinct, run_groups
+from leanrl.tools.trials import DISTRIBUTED, SCRIPTS, Contender, require_distinct, require_valid, run_groups
 
 LAYOUTS = ("a0-l0-d1", "a0-l0,1-d1", "a0-l1-d1", "a0-l1,2-d1", "a0-l0-d2")
 NUM_ACTOR_THREADS = 2
@@ -178,8 +178,11 @@ def main(args: Args) -> int:
     for script in args.scripts:
         if script not in DISTRIBUTED:
             raise bad("scripts", script, f"is no distributed script; there are {', '.join(DISTRIBUTED)}")
-    for layout in args.layouts:  # what is bad is reported before anything runs
-        command(Run(args.scripts[0], layout, 0, True, 1), args, Path())
+    runs = [Run(script, layout, min(args.lags), True, 1) for script in args.scripts for layout in args.layouts]
+    contenders = [Contender(run.name, tuple(command(run, args, Path()))) for run in runs]
+    for run, contender in zip(runs, contenders, strict=True):
+        *_, num_groups = parse_layout(run.layout)
+        require_valid(contender, num_groups)
     out = results_folder(args, "reproduce")
     rows = []
     for script in args.scripts:

@@ -23,18 +23,22 @@ def read_spans(run_dir: Path, last: int) -> Spans:
     path = run_dir / TIMELINE_FILE
     try:
         lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        iterations = [dict(json.loads(line)["spans"]) for line in lines[-last:]]
+        intervals = [
+            (name, str(what), float(start), float(end))
+            for line in lines[-last:]
+            for name, part in dict(json.loads(line)["spans"]).items()
+            for what, start, end in part
+        ]
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror}); distributed runs write it") from None
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"{path}: damaged ({error})") from None
-    if not iterations:
+    if not intervals:
         raise UsageError(f"{path}: has no iteration yet")
-    first = min(start for spans in iterations for part in spans.values() for _, start, _ in part)
+    first = min(start for _, _, start, _ in intervals)
     merged = defaultdict(list)
-    for spans in iterations:
-        for name, part in spans.items():
-            merged[name] += [(what, start - first, end - first) for what, start, end in part]
+    for name, what, start, end in intervals:
+        merged[name].append((what, start - first, end - first))
     return dict(merged)
 
 

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import torch
 import tyro
 
+from leanrl.sebulba.args import SebulbaArgs, validate_start
 from leanrl.support.devices import resolve_device
 from leanrl.support.envs import near_names
 from leanrl.support.errors import UsageError, bad
@@ -241,8 +242,12 @@ def script_module(contender: Contender):
     return importlib.import_module(f"leanrl.{Path(contender.command[1]).stem}")
 
 
-def require_valid(contender: Contender) -> None:
-    """UsageError unless the script takes its flags: reported before the first run, not when it is this one's turn."""
+def require_valid(contender: Contender, num_groups: int = 1) -> None:
+    """UsageError unless the script takes its flags: reported before the first run, not when it is this one's turn.
+
+    Args:
+        num_groups: how many groups will be started, of a distributed script.
+    """
     module, flags = script_module(contender), contender.command[2:]
     try:
         # tyro would draw a box.
@@ -253,6 +258,8 @@ def require_valid(contender: Contender) -> None:
             f"{Path(contender.command[1]).name} does not take {shlex.join(flags)}; see its --help"
         ) from None
     module.validate(args)
+    if isinstance(args, SebulbaArgs):
+        validate_start(args, num_groups, module.validate_shards)
 
 
 def alternate(contenders: Sequence[Contender], seeds: Sequence[int]) -> list[tuple[Contender, int]]:
