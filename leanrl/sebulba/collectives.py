@@ -1,7 +1,7 @@
 """What processes send each other: gloo on CPUs, NCCL on GPUs, always from the main thread and in the same order.
 
-Each iteration: rollouts from actors to learners, one sum of gradients per optimiser step, one report per learner, and the
-new parameters to the actors that have no learner beside them.
+Each iteration: rollouts from actors to learners, one sum of gradients per optimiser step, one report per learner, and
+the new parameters to the actors that have no learner beside them.
 """
 
 import datetime
