@@ -8,7 +8,7 @@ import io
 import json
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -211,20 +211,26 @@ def atari_one_graph():
 
 @ATARI.row
 def atari_memory():
-    """Whole runs in processes of their own: what the C library gives back depends on all that they hold."""
+    """What the C library gives back depends on all that a process holds."""
+    yield from whole_runs("freed memory kept", "keep=False")
+
+
+def whole_runs(trick: str, without: str) -> Iterator[Pair]:
+    """Training in processes of their own; ``without`` are arguments of ``time_run``."""
     with tempfile.TemporaryDirectory() as cache:
         for amp in ("none", "bf16"):
-            anew, kept = (
-                partial(printed_by_process, __name__, f"time_run({keep}, {amp!r})", cache) for keep in (False, True)
-            )
-            trick = f"freed memory kept: training, {amp.replace('none', 'float32')}"
-            yield Pair(trick, anew, kept, RUN_STEPS, RUN_STEPS)
+            calls = f"time_run({amp!r}, {without})", f"time_run({amp!r})"
+            sides = (partial(printed_by_process, __name__, call, cache) for call in calls)
+            yield Pair(f"{trick}: training, {amp.replace('none', 'float32')}", *sides, RUN_STEPS, RUN_STEPS)
 
 
-def time_run(keep: bool, amp: str) -> None:
+def time_run(amp: str, keep: bool = True, acting_threads: int = 1) -> None:
     """Prints the seconds of RUN_STEPS environment steps of the fast rung, compiled."""
     if not keep:
         fast.keep_freed_memory = lambda: None
+    if acting_threads > 1:
+        set_num_threads = torch.set_num_threads
+        torch.set_num_threads = lambda num_threads: set_num_threads(max(num_threads, acting_threads))
     with tempfile.TemporaryDirectory() as folder:
         with redirect_stdout(io.StringIO()):
             fast.main(fast.Args(compile=True, amp=amp, total_timesteps=RUN_STEPS, runs_dir=folder, run_name="run"))
@@ -336,7 +342,7 @@ def atari_gae():
     yield pair("GAE by a scan", loop, scan)
 
 
-def playing(num_threads: int = 1, num_groups: int = 1, **changes) -> Side:
+def playing(num_groups: int = 1, **changes) -> Side:
     """EnvPool and the compiled policy in turn; groups of environments play while the others' actions are computed."""
     parts = Parts(num_env_groups=num_groups, **changes)
     size = NUM_ENVS // num_groups
@@ -362,7 +368,7 @@ def playing(num_threads: int = 1, num_groups: int = 1, **changes) -> Side:
     def games():
         yield torch.cat(latest).float()
 
-    return Side(burst, NUM_POLICY_STEPS * NUM_ENVS, NUM_POLICY_STEPS, [parts.rollout.row], num_threads)
+    return Side(burst, NUM_POLICY_STEPS * NUM_ENVS, NUM_POLICY_STEPS, [parts.rollout.row])
 
 
 @ATARI.row
@@ -375,5 +381,9 @@ def atari_groups():
 @ATARI.row
 def atari_acting_thread():
     cores = available_cores()
-    yield pair(f"acting on 1 thread, not {cores}: playing", playing(num_threads=cores), playing())
-    yield same(f"update on {cores} threads, not 1", updating(num_threads=1), updating())
+    yield from whole_runs(f"acting on 1 thread, not {cores}", f"acting_threads={cores}")
+
+
+@ATARI.row
+def atari_update_threads():
+    yield same(f"update on {available_cores()} threads, not 1", updating(num_threads=1), updating())
