@@ -400,6 +400,7 @@ def main(args: Args) -> None:
     minibatch_size = batch_size // args.num_minibatches
     num_iterations = args.total_timesteps // batch_size
     num_threads = update_threads(args.num_threads, minibatch_size)
+    # And no more of set_cpu_numerics: oneDNN is slower than MKL at products this small.
     torch.set_num_threads(num_threads)
     if args.capture_video:
         require_video(args.env_id)

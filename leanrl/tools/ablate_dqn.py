@@ -12,8 +12,8 @@ import torch
 import leanrl.dqn_torchcompile as fast
 from leanrl.support.optim import FlatAdam
 from leanrl.support.replay import Replay
-from leanrl.tools.ablate_off_policy import NUM_UPDATES, row_of, same_way
-from leanrl.tools.ablation import CPU, Group, Side, compiled, pair
+from leanrl.tools.ablate_off_policy import NUM_UPDATES, same_way
+from leanrl.tools.ablation import CPU, Group, Side, compiled, pair, row_of
 
 DQN = Group(
     "DQN, CartPole-v1", "Transitions: ten environment steps and their update. The action: one environment step."

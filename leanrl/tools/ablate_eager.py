@@ -19,12 +19,11 @@ from leanrl.tools.ablate_off_policy import (
     CRITICS_SIZES,
     OBS_DIM,
     bursts,
-    row_of,
     same_way,
     updating,
 )
 from leanrl.tools.ablate_td3 import reference_learner
-from leanrl.tools.ablation import Group, Side, pair
+from leanrl.tools.ablation import Group, Side, pair, row_of
 
 EAGER = Group(
     "Advice for eager code",

@@ -1,18 +1,17 @@
 """What the rows of TD3, SAC and DQN share: parts of ``leanrl.tools.ablate``."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 
 import numpy as np
 import torch
 
-from leanrl.support.devices import available_cores, use_onednn_products
+from leanrl.support.devices import available_cores
 from leanrl.support.optim import FlatAdam
 from leanrl.support.replay import Replay
-from leanrl.tools.ablation import CPU, Compiler, Group, Pair, Side, eager, pair
+from leanrl.tools.ablation import CPU, Compiler, Side, eager, pair
 
 ENV_ID, OBS_DIM, ACTION_DIM = "HalfCheetah-v5", 17, 6
 HIGH = np.ones(ACTION_DIM, np.float32)
@@ -28,35 +27,6 @@ LEGEND = (
     "Each is one environment step, with an update of the critics and every second time one of the actor; "
     f"{available_cores()} threads\nwhere a row does not say."
 )
-
-
-@contextmanager
-def matrix_products(precision: str | None = None) -> Iterator[None]:
-    """float32 matrix products as the scripts set them, or as oneDNN does them that may use ``precision``."""
-    settings = torch.backends.mkldnn.matmul
-    before = settings.fp32_precision
-    try:
-        if precision is None:
-            use_onednn_products()
-        else:
-            settings.fp32_precision = precision
-        yield
-    finally:
-        settings.fp32_precision = before
-
-
-def row_of(group: Group) -> Callable:
-    """Decorator: a row of ``group``, measured with the matrix products that the scripts use."""
-
-    def decorate(build: Callable[[], Iterator[Pair]]) -> Callable:
-        @wraps(build)
-        def rows() -> Iterator[Pair]:
-            with matrix_products():
-                yield from build()
-
-        return group.row(rows)
-
-    return decorate
 
 
 def filled_replay(capacity: int = NUM_FILLED, replay_type: type[Replay] = Replay) -> Replay:

@@ -34,6 +34,7 @@ from leanrl.tools.ablation import (
     in_pieces,
     pair,
     printed_by_process,
+    row_of,
 )
 
 ENV_ID, NUM_ACTIONS = "Breakout-v5", 4
@@ -195,7 +196,7 @@ roughly = partial(pair, tolerance=0.2)
 # ---------------------------------------------------------------------------------------------------------------- ROWS
 
 
-@ATARI.row
+@row_of(ATARI)
 def atari_update():
     yield same("the fast update, eager, not the reference's", reference_updating(), updating(eager))
     yield same("the fast update, compiled, not the reference's", reference_updating(), updating())
@@ -204,12 +205,12 @@ def atari_update():
     )
 
 
-@ATARI.row
+@row_of(ATARI)
 def atari_one_graph():
     yield same("one graph, not .backward() and Adam(fused) in pieces", backward_updating(), updating())
 
 
-@ATARI.row
+@row_of(ATARI)
 def atari_memory():
     """What the C library gives back depends on all that a process holds."""
     yield from whole_runs("freed memory kept", "keep=False")
@@ -237,7 +238,7 @@ def time_run(amp: str, keep: bool = True, acting_threads: int = 1) -> None:
         print(RUN_STEPS / json.loads((Path(folder) / "run" / "summary.json").read_text())["sps"])
 
 
-@ATARI.row
+@row_of(ATARI)
 def atari_bf16():
     """Without AMX or AVX-512 units for it, bf16 is emulated."""
     yield roughly("--amp bf16, not float32: update", updating(), updating(amp="bf16"))
@@ -264,7 +265,7 @@ class PixelAgent(fast.Agent):
             return self.actor(hidden), self.critic(hidden).squeeze(-1)
 
 
-@ATARI.row
+@row_of(ATARI)
 def atari_blocks():
     for amp, check in (("none", same), ("bf16", roughly)):
         changes = {"amp": amp}
@@ -278,12 +279,12 @@ class BytewiseAgent(fast.Agent):
         return fast.blocks_of_4(obs)
 
 
-@ATARI.row
+@row_of(ATARI)
 def atari_pack():
     yield same("blocks made of four bytes at a time: policy step", acting(parts=Parts(BytewiseAgent)), acting())
 
 
-@ATARI.row
+@row_of(ATARI)
 def atari_rounded():
     def at_every_step() -> Parts:
         parts = Parts(amp="bf16")
@@ -307,7 +308,7 @@ def policy_without_copy(parts: Parts) -> tuple[Callable, Callable]:
     return under_autocast, start
 
 
-@ATARI.row
+@row_of(ATARI)
 def atari_gather():
     class Gathered:
         """In place of a rollout: what is gathered is handed in."""
@@ -330,7 +331,7 @@ def atari_gather():
     yield same("minibatch gathered in the compiled update", outside(), updating())
 
 
-@ATARI.row
+@row_of(ATARI)
 def atari_gae():
     generator = torch.Generator().manual_seed(0)
     rewards, flags = torch.randn(2, NUM_STEPS, NUM_ENVS, generator=generator)
@@ -371,19 +372,19 @@ def playing(num_groups: int = 1, **changes) -> Side:
     return Side(burst, NUM_POLICY_STEPS * NUM_ENVS, NUM_POLICY_STEPS, [parts.rollout.row])
 
 
-@ATARI.row
+@row_of(ATARI)
 def atari_groups():
     for amp in ("none", "bf16"):
         trick = f"two groups of environments in turn, {amp.replace('none', 'float32')}: playing"
         yield pair(trick, playing(amp=amp), playing(num_groups=2, amp=amp))
 
 
-@ATARI.row
+@row_of(ATARI)
 def atari_acting_thread():
     cores = available_cores()
     yield from whole_runs(f"acting on 1 thread, not {cores}", f"acting_threads={cores}")
 
 
-@ATARI.row
+@row_of(ATARI)
 def atari_update_threads():
     yield same(f"update on {available_cores()} threads, not 1", updating(num_threads=1), updating())

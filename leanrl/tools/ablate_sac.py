@@ -25,11 +25,10 @@ from leanrl.tools.ablate_off_policy import (
     filled_replay,
     named_parameters,
     roughly,
-    row_of,
     same_way,
     updating,
 )
-from leanrl.tools.ablation import Group, Side, compiled
+from leanrl.tools.ablation import Group, Side, compiled, row_of
 
 SAC = Group(f"SAC, {ENV_ID}", LEGEND)
 

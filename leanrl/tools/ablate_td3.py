@@ -40,14 +40,25 @@ from leanrl.tools.ablate_off_policy import (
     around,
     bursts,
     filled_replay,
-    matrix_products,
     named_parameters,
     roughly,
-    row_of,
     same_way,
     updating,
 )
-from leanrl.tools.ablation import CPU, Group, Pair, Side, compiled, eager, in_pieces, outcome, pair, printed_by_process
+from leanrl.tools.ablation import (
+    CPU,
+    Group,
+    Pair,
+    Side,
+    compiled,
+    eager,
+    in_pieces,
+    matrix_products,
+    outcome,
+    pair,
+    printed_by_process,
+    row_of,
+)
 
 TD3 = Group(f"TD3, {ENV_ID}", LEGEND)
 REPLAY = Group("The replay of TD3 and SAC, 1,000,000 transitions", LEGEND)

@@ -8,10 +8,13 @@ import sys
 import tempfile
 import timeit
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 
 import torch
 
+from leanrl.support.devices import use_onednn_products
 from leanrl.support.executables import CompiledStep, compile_options, untouched
 from leanrl.tools.trials import REPOSITORY
 
@@ -68,6 +71,35 @@ class Group:
         """Decorator: ``build`` is a row under its name."""
         self.rows[build.__name__] = build
         return build
+
+
+@contextmanager
+def matrix_products(precision: str | None = None) -> Iterator[None]:
+    """float32 matrix products as the scripts set them, or as oneDNN does them that may use ``precision``."""
+    settings = torch.backends.mkldnn.matmul
+    before = settings.fp32_precision
+    try:
+        if precision is None:
+            use_onednn_products()
+        else:
+            settings.fp32_precision = precision
+        yield
+    finally:
+        settings.fp32_precision = before
+
+
+def row_of(group: Group) -> Callable:
+    """Decorator: a row of ``group``, measured with the matrix products that the scripts use."""
+
+    def decorate(build: Callable[[], Iterator[Pair]]) -> Callable:
+        @wraps(build)
+        def rows() -> Iterator[Pair]:
+            with matrix_products():
+                yield from build()
+
+        return group.row(rows)
+
+    return decorate
 
 
 Compiler = Callable[[Callable], Callable]
