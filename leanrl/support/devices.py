@@ -102,7 +102,7 @@ def use_onednn_products() -> None:
     """Lets oneDNN do float32 matrix products on AMD's processors, where PyTorch's own choice, MKL, holds back.
 
     Telling oneDNN that it may use bfloat16 makes PyTorch call it. Without AMX units it computes in float32 all the
-    same, at twice MKL's speed; where a product shows that it does not, nothing is changed. ``args.json`` records it.
+    same, and faster than MKL; where a product shows that it does not, nothing is changed. ``args.json`` records it.
     """
     settings = torch.backends.mkldnn.matmul
     if "AMD" not in cpu_name() or not torch.backends.mkldnn.is_available():
