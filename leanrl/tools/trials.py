@@ -39,8 +39,8 @@ RESERVED_FLAGS = ("--total-timesteps", "--seed", "--run-name", "--runs-dir", "--
 # A child asked to stop finishes its update first, or its compilation; past this it is killed.
 STOP_SECONDS = 20
 
-# How much is shown of the output of a run that failed.
-LOG_LINES = 20
+# How much is shown of the output of a run that failed: a whole traceback, mostly.
+LOG_LINES = 40
 
 # How often a child's memory and its deadline are looked at while it runs.
 MEMORY_SECONDS = 0.25
