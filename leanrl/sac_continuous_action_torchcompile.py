@@ -259,7 +259,10 @@ def make_update(
 
     def update(with_actor: bool) -> None:
         batch = replay.sample(args.batch_size)
-        noise = torch.randn_like(batch.actions)
+        # All here, in the order of their use: PyTorch 2.11 does not keep it in a compiled step this long.
+        num_draws = 1 + with_actor * args.policy_frequency * (1 + args.autotune)
+        noises = iter([torch.randn_like(batch.actions) for _ in range(num_draws)])
+        noise = next(noises)
         with autocast():
             actor = partial(get_action, actor_optimizer.params)
             target = partial(q_optimizer.apply, critics_target)
@@ -278,7 +281,7 @@ def make_update(
 
         if with_actor:
             for _ in range(args.policy_frequency):  # makes up for the delay
-                noise = torch.randn_like(batch.actions)
+                noise = next(noises)
                 critics = partial(q_optimizer.apply, q_optimizer.params)
 
                 def actor_loss_fn(params: torch.Tensor, noise=noise, critics=critics):
@@ -294,7 +297,7 @@ def make_update(
 
                 if args.autotune:
                     with autocast():
-                        _, log_pi = get_action(actor_optimizer.params, batch.obs, torch.randn_like(batch.actions))
+                        _, log_pi = get_action(actor_optimizer.params, batch.obs, next(noises))
                     a_loss = alpha_loss(a_optimizer.params, log_pi, target_entropy)
                     # alpha_loss is linear in alpha = exp(log_alpha), so it is its own derivative by log_alpha.
                     a_optimizer.step(a_loss.unsqueeze(0))
