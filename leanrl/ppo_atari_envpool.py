@@ -315,7 +315,8 @@ def main(args: Args) -> None:
         resets = np.zeros(args.num_envs, bool)
         run.restore_rng()
         run.start_clock()
-        for iteration in range(run.global_step // batch_size + 1, num_iterations + 1):
+        first_iteration = run.global_step // batch_size + 1
+        for iteration in range(first_iteration, num_iterations + 1):
             if run.stop_requested:
                 break
             if args.anneal_lr:
@@ -356,6 +357,8 @@ def main(args: Args) -> None:
                     run.optimizer_steps += 1
                 if args.target_kl is not None and parts[LOSS_NAMES.index("approx_kl")] > args.target_kl:
                     break
+            if iteration == first_iteration < num_iterations:  # a GPU's libraries are set up with the first update
+                run.start_clock()
 
             y_true, y_pred = returns[weights > 0], values[:-1][weights > 0]
             explained_variance = 1 - (y_true - y_pred).var() / y_true.var()

@@ -32,6 +32,7 @@ from scripts import (
 
 from leanrl.support.devices import resolve_device
 from leanrl.support.errors import UsageError
+from leanrl.support.run import Run
 
 COMMON_FLAGS = {
     *("--env-id", "--total-timesteps", "--seed", "--num-envs", "--device", "--amp", "--track", "--run-name"),
@@ -300,11 +301,29 @@ def test_args_json(finished_run, script):
     assert facts["git_commit"] == (git("rev-parse", "HEAD") + changed or None)
 
 
-def test_no_git_is_no_error(tmp_path, monkeypatch):
+@pytest.mark.parametrize("commit", [None, "0123abc"])
+def test_no_git_is_no_error(commit, tmp_path, monkeypatch):
+    """A copy of the repository may be told its commit."""
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("GIT_COMMIT", raising=False)
+    if commit:
+        monkeypatch.setenv("GIT_COMMIT", commit)
     script = KINDS[0]
     assert run(script, *tiny(script), "--total-timesteps=64", "--runs-dir", tmp_path, "--run-name=run") == 0
-    assert json.loads((tmp_path / "run" / "args.json").read_text())["git_commit"] is None
+    assert json.loads((tmp_path / "run" / "args.json").read_text())["git_commit"] == commit
+
+
+@pytest.mark.parametrize("script", ["ppo_continuous_action", "ppo_atari_envpool"])
+def test_the_speed_of_an_on_policy_reference_is_that_after_its_first_iteration(script, tmp_path, monkeypatch):
+    """Which sets a GPU's libraries up; unless there is no other."""
+    clock_starts, start_clock = [], Run.start_clock
+    monkeypatch.setattr(Run, "start_clock", lambda self: (clock_starts.append(self.global_step), start_clock(self)))
+    for steps, expected in ((64, [0]), (192, [0, 64])):
+        flags = [*tiny(script), f"--total-timesteps={steps}", f"--runs-dir={tmp_path}", f"--run-name={steps}"]
+        assert run(script, *flags) == 0
+        assert clock_starts == expected
+        assert summary(tmp_path / str(steps))["sps"] > 0
+        clock_starts.clear()
 
 
 SUMMARY_KEYS = [

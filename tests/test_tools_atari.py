@@ -11,7 +11,7 @@ from leanrl.tools import ablate_ppo_atari, parts_atari
 
 
 def test_parts_of_a_real_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(parts_atari, "in_process", lambda fn, *args: fn(*args))
+    monkeypatch.setattr(parts_atari, "in_process", lambda fn, *args, **_: fn(*args))
     monkeypatch.setattr(parts_atari, "ALONE_SECONDS", 0.1)
     for module, names in (
         (fast, ("Run",)),

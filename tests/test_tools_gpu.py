@@ -2,6 +2,8 @@
 
 import json
 import math
+import sys
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ from scripts import run, tiny
 from test_tools_compare import cells, run_tool_in_process
 
 from leanrl.support.tracking import read_metrics
-from leanrl.tools import gpu, gpu_checks, gpu_learn, parts_atari, trials
+from leanrl.tools import gpu, gpu_checks, gpu_learn, gpu_plans, parts, parts_atari, trials
 from leanrl.tools.gpu import Results, against_eager, check, measure
 from leanrl.tools.gpu_learn import Enough, Task, last_episodes
 from leanrl.tools.gpu_plans import PLANS, Plan, Pool
@@ -49,6 +51,7 @@ def test_without_cuda_it_refuses_in_one_line(tmp_path, monkeypatch, capsys):
         (["--rounds", "0"], "--rounds 0: must be at least 1"),
         (["--learn", "--seeds", "1", "1"], "--seeds 1 1: needs at least one, and none twice"),
         (["--learn", "--learning", "sac", "sac"], "--learning sac sac: needs at least one, and none twice"),
+        (["--at-once", "0"], "--at-once 0: must be at least 1"),
         (["--max-seconds", "0"], "--max-seconds 0.0: must be at least 1"),
     ],
 )
@@ -100,7 +103,7 @@ def results(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu, "run_trial", run_trial)
-        patch.setattr(parts_atari, "in_process", lambda fn, *args: fn(*args))
+        patch.setattr(gpu_plans, "in_process", lambda fn, *args, deadline: fn(*args))
         patch.setattr(parts_atari, "ALONE_SECONDS", 0.1)
         measure([MEASURED], 1, CPU, folder / "runs", Deadline.within(120), results)
     return results, folder
@@ -117,7 +120,7 @@ def test_checks_tell_equal_training_and_what_failed(results):
     assert rung == {"check": f"{RUNG} trains as eager", "passed": True, "detail": "bit for bit"}
     if not torch.cuda.is_available():  # the checks of graphs cannot pass; their end says how many there were
         assert len(graphs) == len(gpu_checks.CHECKS) + 1 and not any(row["passed"] for row in graphs)
-        assert graphs[-1]["detail"] == f"exit 0, {len(gpu_checks.CHECKS)} checks reported"
+        assert graphs[-1]["detail"] == f"exit 0, {len(graphs) - 1} of {len(gpu_checks.CHECKS)} checks reported"
         assert "Traceback" in graphs[-1]["output"]
         assert not results.passed
 
@@ -135,9 +138,50 @@ def test_checks_that_have_passed_are_left_out(tmp_path, monkeypatch):
 
 
 def test_a_check_that_the_time_has_cut_off_is_left_out(tmp_path, capsys):
-    rows = check([PLAN], CPU, tmp_path, Deadline.within(0.0))
-    assert f"no time left for the check of {RUNG}" in capsys.readouterr().out
-    assert not [row for row in rows if "as eager" in row["check"]]
+    assert check([PLAN], CPU, tmp_path, Deadline.within(0.0)) == []
+    lines = capsys.readouterr().out.splitlines()
+    assert {f"no time left for the check of {RUNG}", "no time left for all of gpu_checks"} <= set(lines)
+
+
+def test_what_others_are_compared_with_is_checked_first_then_the_fastest(monkeypatch):
+    monkeypatch.setattr(trials, "lack", lambda levers, device: None)
+    families = [gpu.checked_contenders(PLANS[name], torch.device("cuda", 0)) for name in ("td3", "cleanba_ppo")]
+    order = [contender.label for contender in gpu.by_weight(families)]
+    fastest = "--compile --cudagraphs"
+    assert order[:5] == [SIBLING, "cleanba_ppo", *(f"{script} {fastest}" for script in (SIBLING, RUNG, "cleanba_ppo"))]
+    assert len(order) == sum(map(len, families))
+
+
+def test_checked_runs_compute_without_tf32(tmp_path):
+    code = "import os, sys; sys.exit(int(os.environ['NVIDIA_TF32_OVERRIDE']) + 7)"
+    contender = trials.Contender("a run", (sys.executable, "-c", code))
+    assert trials.run_trial(contender, 1, tmp_path, variables=gpu.NO_TF32).exit_code == 7
+
+
+def test_a_device_that_failed_gets_no_more_checks(tmp_path, monkeypatch, capfd):
+    def breaks(device):
+        """breaks the device"""
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    ran = []
+    monkeypatch.setattr(gpu_checks, "CHECKS", [lambda device: ran.append(1), breaks, lambda device: ran.append(3)])
+    gpu_checks.main(tmp_path / "checks.json")
+    rows = json.loads((tmp_path / "checks.json").read_text())
+    assert ran == [1] and [row["passed"] for row in rows] == [True, False]
+    assert "AcceleratorError: an illegal memory access" in rows[1]["detail"]
+    assert "are not run" in capfd.readouterr().out
+
+
+def sleeps() -> dict:
+    time.sleep(60)
+    return {}
+
+
+def test_parts_that_take_too_long_are_ended():
+    start = time.monotonic()
+    with pytest.raises(SystemExit, match="the time was up"):
+        parts.in_process(sleeps, deadline=Deadline.within(0.5))
+    assert time.monotonic() - start < 30
 
 
 def test_speeds_are_written_after_every_run(results):
@@ -243,7 +287,7 @@ def some_gpu(monkeypatch) -> list:
 
     monkeypatch.setattr(gpu, "check", check)
     monkeypatch.setattr(gpu, "run_trial", run_trial)
-    monkeypatch.setattr(Pool, "measure", lambda pool: {**asdict(pool), "sps": 1000.0})
+    monkeypatch.setattr(Pool, "measure", lambda pool, _: (ran.append(pool), {**asdict(pool), "sps": 1000.0})[1])
     monkeypatch.setattr(gpu.parts, "take_apart", parts_of)
     monkeypatch.setattr(parts_atari, "measure", parts_of)
     return ran
@@ -291,6 +335,15 @@ def test_the_next_call_goes_on(some_gpu, tmp_path, monkeypatch, capsys):
     assert run_tool_in_process(monkeypatch, gpu, *flags) == 2
     assert "its gpu.json is of another on some GPU" in capsys.readouterr().err
     assert json.loads(path.read_text()) == record
+
+
+def test_envpool_alone_is_measured_once_a_round(some_gpu, tmp_path):
+    """Also over several calls; scripts that play with the same environments share what it is."""
+    args = gpu.Args(algorithms=("cleanba_ppo", "cleanba_impala"), rounds=1, runs_dir=str(tmp_path), out=str(tmp_path))
+    assert gpu.main(args) == 0
+    assert gpu.main(replace(args, algorithms=("cleanba_ppo", "ppo_atari"), rounds=2)) == 0
+    games, atari = PLANS["cleanba_ppo"].pool, PLANS["ppo_atari"].pool
+    assert [pool for pool in some_gpu if isinstance(pool, Pool)] in ([games, atari] * 2, [games, atari, atari, games])
 
 
 class AtTheFirstLogPoint:
@@ -362,12 +415,14 @@ def test_learning_runs_stop_in_time_and_go_on(tmp_path, monkeypatch, capsys):
         deadline = AtTheFirstLogPoint(runs_dir / "td3__1")
         monkeypatch.setitem(gpu_learn.TASKS, "td3", task)
         patch.setattr(gpu_learn, "Deadline", SimpleNamespace(within=lambda seconds: deadline))
-        assert gpu_learn.learn(["td3"], [1], 60.0, CPU, runs_dir, out) == 0
-    (left,) = json.loads((out / "learn.json").read_text())["runs"]
+        monkeypatch.setattr(gpu_learn, "WRITE_SECONDS", 0.5)
+        assert gpu_learn.learn(["td3", "sac"], [1], 1, 60.0, CPU, runs_dir, out) == 0
+        assert "not begun" in (out / "learn.md").read_text()  # its turn was after the end
+    left, _ = json.loads((out / "learn.json").read_text())["runs"]
     step = left["summary"]["global_step"]
     assert left["summary"]["interrupted"] and step > 0 and "to go on" in (out / "learn.md").read_text()
     monkeypatch.setitem(gpu_learn.TASKS, "td3", replace(task, timesteps=step + 64))
-    assert gpu_learn.learn(["td3"], [1], 120.0, CPU, runs_dir, out) == 0
+    assert gpu_learn.learn(["td3"], [1], 1, 120.0, CPU, runs_dir, out) == 0
     (left,) = json.loads((out / "learn.json").read_text())["runs"]
     assert left["summary"]["global_step"] == step + 64 and not left["summary"]["interrupted"]
     assert (out / "learn.png").stat().st_size > 10_000 and "done" in capsys.readouterr().out

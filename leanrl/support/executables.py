@@ -119,6 +119,8 @@ def make_executable(
             # A graph's kernels have the priority of the stream of its capture, whatever stream replays it. On a stream
             # of its own it also shares no workspace of cuBLAS with the graphs that run beside it: PyTorch's ordinary
             # streams are handed out in turn, and come round again.
+            if not hasattr(fn, "_capture_stream"):
+                raise RuntimeError("CudaGraphModule has no _capture_stream: install tensordict as in requirements/")
             fn._capture_stream = torch.cuda.Stream(device, priority=URGENT)
     return fn
 

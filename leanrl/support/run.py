@@ -54,7 +54,7 @@ def write_json_atomically(path: Path, content: dict) -> None:
 
 def machine_facts(device: torch.device) -> dict:
     """Git commit, package versions, device name and CPU cores, for ``args.json`` and benchmark records."""
-    # "-dirty" follows where a file differs from what was committed.
+    # "-dirty" follows where a file differs from what was committed. A copy without .git is told its commit.
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     try:
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
@@ -69,7 +69,7 @@ def machine_facts(device: torch.device) -> dict:
     # The imported module knows its local build ("2.13.0+cpu"), the metadata may not.
     versions["torch"] = torch.__version__
     return {
-        "git_commit": commit or None,
+        "git_commit": commit or os.environ.get("GIT_COMMIT"),
         "versions": versions,
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "cpu_cores": available_cores(),
@@ -368,7 +368,7 @@ class Run:
         sps = self.sps()
         if self.global_step == self._clock_start[1]:
             # A finished run was resumed, nothing was left to do: its speed is what it was.
-            sps = self._former_summary().get("sps", 0.0)
+            sps = self._former_summary().get("sps", sps)
         self.checkpoint(state)
         summary = {
             "script": self.script,

@@ -8,7 +8,7 @@ missing there. With --learn instead: learning runs, which the next call takes up
     python -m leanrl.tools.gpu
     python -m leanrl.tools.gpu --algorithms sac td3 --rounds 2 --out runs/h200
     python -m leanrl.tools.gpu --algorithms ppo_atari --rounds 2 --out runs/h200
-    python -m leanrl.tools.gpu --learn --learning pong breakout --seeds 1 --max-seconds 540 --runs-dir runs
+    python -m leanrl.tools.gpu --learn --learning pong breakout --seeds 1 2 3 --max-seconds 540
 """
 
 import functools
@@ -60,14 +60,14 @@ from leanrl.tools.trials import (
 
 # Shares of --seconds: the checks may take so much, the parts so much at the end.
 CHECK_SHARE, PARTS_SHARE = 0.4, 0.15
-# What a run is taken to last of which none has been measured yet: imports, compilation, capture, its steps.
-EXPECTED_SECONDS = 25.0
-PART_STEPS, PART_ITERATIONS = 500, 10
+PART_SECONDS, PART_STEPS, PART_ITERATIONS = 50.0, 500, 10
 LOAD_SECONDS = 0.2
 
 # What becomes of a run that is stopped because the time is up.
 CUT_OFF = {"interrupted", "signal 15", "signal 9", "exit 143"}
 
+# For the checked runs: PyTorch's convolutions otherwise round float32 to 10 bits, each way of computing them otherwise.
+NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}
 # How far a mode's parameters may be from eager's after the checked updates, in parts of the way that those have gone.
 TOLERANCE = 0.05
 # What is compared for that, by its name in a checkpoint.
@@ -83,13 +83,15 @@ class Args:
     rounds: int = 3
     """measurements of each mode at most; as many as --seconds leaves time for"""
     learn: bool = False
-    """train instead, everything at once"""
-    learning: tuple[Learning, ...] = ("sac", "td3", "pong", "breakout")
-    """of --learn: SAC and TD3 on HalfCheetah for a million steps, PPO on Pong until 18 and on Breakout for 4 million"""
-    max_seconds: float = 540.0
-    """with --learn: after this many seconds the runs checkpoint and stop; the same call again continues them"""
-    seeds: tuple[int, ...] = (1, 2, 3)
-    """of --learn"""
+    """train instead"""
+    learning: tuple[Learning, ...] = ("pong", "breakout", "sac", "td3")
+    """of --learn: PPO on Pong until 18 and on Breakout for 4 million steps, SAC and TD3 on HalfCheetah for a million"""
+    seeds: tuple[int, ...] = (1,)
+    """of --learn: every task with the first of them, then every task with the next"""
+    at_once: int = 3
+    """of --learn: runs that share the GPU"""
+    max_seconds: float = 480.0
+    """of --learn: after this many seconds the runs checkpoint and stop; the same call again continues them"""
     runs_dir: str = "runs"
     """folder of the run directories, in RUNS_DIR/gpu"""
     out: str | None = None
@@ -98,7 +100,7 @@ class Args:
 
 def main(args: Args) -> int:
     require_distinct(args, "algorithms", "learning", "seeds")
-    require_at_least(args, 1, "rounds", "seconds", "max_seconds")
+    require_at_least(args, 1, "rounds", "seconds", "at_once", "max_seconds")
     if not torch.cuda.is_available():
         raise UsageError("this tool needs a CUDA device, and this machine has none; `compare` measures on a CPU")
     device = torch.device("cuda", 0)
@@ -109,7 +111,7 @@ def main(args: Args) -> int:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
     if args.learn:
         runs_dir = Path(args.runs_dir) / "gpu" / "learn"
-        return learn(args.learning, args.seeds, args.max_seconds, device, runs_dir, out)
+        return learn(args.learning, args.seeds, args.at_once, args.max_seconds, device, runs_dir, out)
 
     plans = [PLANS[name] for name in args.algorithms]
     results = Results(out, device, list(PLANS.values()))
@@ -119,7 +121,8 @@ def main(args: Args) -> int:
     results.checks += check(plans, device, runs_dir, Deadline(end.at - (1 - CHECK_SHARE) * args.seconds), known)
     results.write()
     # What the checks did not use is for the speeds.
-    measure(plans, args.rounds, device, runs_dir, Deadline(end.at - PARTS_SHARE * args.seconds), results)
+    share = PARTS_SHARE if results.missing_parts(plans) else 0.0
+    measure(plans, args.rounds, device, runs_dir, Deadline(end.at - share * args.seconds), results)
     take_apart(plans, end, results)
     results.write()
     results.draw()
@@ -151,23 +154,29 @@ def check(
         try:
             command = [sys.executable, "-m", "leanrl.tools.gpu_checks", str(found)]
             of_graphs = None if graph_checks() <= set(known) else pool.submit(run_child, command, deadline, log)
-            futures = [
-                [pool.submit(run_trial, c, 1, runs_dir / "checks", deadline, log_of(c, runs_dir)) for c in family]
-                for family in families
-            ]
+            futures = {
+                contender: pool.submit(
+                    run_trial, contender, 1, runs_dir / "checks", deadline, log_of(contender, runs_dir), NO_TF32
+                )
+                for contender in by_weight(families)
+            }
             if of_graphs is not None:
                 exit_code, _ = of_graphs.result()
                 rows += read_json(found)
-                if exit_code or not all(row["passed"] for row in rows):
-                    detail = f"exit {exit_code}, {len(rows)} checks reported"
+                if exit_code and deadline.seconds_left <= 0:
+                    print("no time left for all of gpu_checks", flush=True)
+                elif exit_code or not all(row["passed"] for row in rows):
+                    detail = f"exit {exit_code}, {len(rows)} of {len(graph_checks())} checks reported"
                     row = {"check": "gpu_checks finds nothing", "passed": False, "detail": detail}
                     rows.append(row | {"output": end_of(log)})
-            trials = [[future.result() for future in family] for family in futures]
+            trials = {contender: future.result() for contender, future in futures.items()}
         except BaseException:
             deadline.at = 0.0  # the children too are to stop
             raise
-    for family, (eager, *others) in zip(families, trials, strict=True):
-        for contender, trial in zip(family[1:], others, strict=True):
+    for plainest, *others in families:
+        eager = trials[plainest]
+        for contender in others:
+            trial = trials[contender]
             if deadline.seconds_left <= 0 and {eager.failure, trial.failure} & CUT_OFF:
                 print(f"no time left for the check of {contender.label}", flush=True)
                 continue
@@ -178,6 +187,16 @@ def check(
         if "output" in row:
             print(row["output"], flush=True)
     return rows
+
+
+def by_weight(families: Sequence[Sequence[Contender]]) -> list[Contender]:
+    """What is checked in the order in which it is begun: what the others are compared with, then what is fastest."""
+
+    def weight(contender: Contender) -> int:
+        plainest = any(contender is family[0] for family in families)
+        return 0 if plainest else 1 if is_fastest(contender) else 2
+
+    return sorted((contender for family in families for contender in family), key=weight)
 
 
 def checked_contenders(plan: Plan, device: torch.device) -> list[Contender]:
@@ -249,18 +268,18 @@ def measure(
     lasted: dict[str, float] = {}
     known = {(trial.label, trial.seed) for trial in results.trials}
     for seed in range(1, rounds + 1):
-        heard = set()
+        heard = {plan.pool for plan in plans if seed in results.envpool_rounds(plan)}
         order = turns if seed % 2 else sorted(reversed(turns), key=lambda turn: not counts_most(*turn))
         for plan, contender in order:
             if (contender.label, seed) in known:
                 continue
-            if deadline.seconds_left < lasted.get(contender.label, EXPECTED_SECONDS):
+            if deadline.seconds_left < lasted.get(contender.label, plan.expected_seconds):
                 print(f"no time left for round {seed} of {contender.label}", flush=True)
                 continue
             if plan.pool is not None and plan.pool not in heard:
                 heard.add(plan.pool)
                 try:
-                    results.envpool.append(plan.pool.measure())
+                    results.envpool.append({"round": seed, **plan.pool.measure(deadline)})
                 except SystemExit as end:
                     print(f"EnvPool alone failed ({end.code})", file=sys.stderr, flush=True)
             print(f"[round {seed}] {contender.label}, {deadline.seconds_left:.0f} s left", flush=True)
@@ -297,7 +316,12 @@ def contenders_with_bf16(
 def counts_most(plan: Plan, contender: Contender) -> bool:
     """Whether a contender is measured before others: the plainest of its algorithm, and the fastest."""
     plainest = plan.reference or parse_entry(plan.modes[0], "algorithms")[0]
-    return contender.label == plainest or "--compile --cudagraphs" in contender.label
+    return contender.label == plainest or is_fastest(contender)
+
+
+def is_fastest(contender: Contender) -> bool:
+    """Whether a contender has all that its script can do for speed."""
+    return "--compile --cudagraphs" in contender.label
 
 
 class GpuLoad:
@@ -347,25 +371,19 @@ def tell_once(line: str) -> None:
 
 def take_apart(plans: Sequence[Plan], deadline: Deadline, results: "Results") -> None:
     """Where the time of a step goes, for each plan's ``part_modes`` that ``results`` lack, as long as there is time."""
-    fastest = [(plan, entry) for plan in plans for entry in plan.part_modes[-1:]]
-    others = [(plan, entry) for plan in plans for entry in plan.part_modes[:-1]]
-    known = {row["who"] for row in (*results.parts, *results.parts_atari)}
-    for plan, entry in fastest + others:
-        (contender,) = contenders_of([entry], "algorithms", results.device, (), ())
-        if contender.label in known:
-            continue
-        if deadline.seconds_left < 2 * EXPECTED_SECONDS:  # with a profiler, once it has begun it goes on to its end
+    for plan, entry in results.missing_parts(plans):
+        if deadline.seconds_left < PART_SECONDS:
             print(f"no time left for the parts of {entry}", flush=True)
             continue
         print(f"parts of {entry}", flush=True)
         try:
             if plan.pool is not None:
                 pool = plan.pool
-                alone = results.envpool_sps(plan) or pool.measure()["sps"]
-                row = parts_atari.measure(entry, pool.env_id, pool.num_envs, PART_ITERATIONS, (), alone)
+                alone = results.envpool_sps(plan) or pool.measure(deadline)["sps"]
+                row = parts_atari.measure(entry, pool.env_id, pool.num_envs, PART_ITERATIONS, (), alone, deadline)
                 results.parts_atari.append(row)
             else:
-                row = parts.take_apart(entry, parts.Args(steps=PART_STEPS))
+                row = parts.take_apart(entry, parts.Args(steps=PART_STEPS), deadline)
                 results.parts.append(row | results.step_of(row["who"]))
         except SystemExit as end:
             print(f"parts of {entry}: failed ({end.code})", file=sys.stderr, flush=True)
@@ -430,10 +448,23 @@ class Results:
         sps = [trial.summary["sps"] for trial in self.trials if trial.label == label and not trial.failure]
         return {"step_us": 1e6 / statistics.median(sps)} if sps else {}
 
+    def missing_parts(self, plans: Sequence[Plan]) -> list[tuple[Plan, str]]:
+        """The ``part_modes`` that were not taken apart yet, the fastest of each plan first."""
+        entries = [(plan, entry) for plan in plans for entry in plan.part_modes[-1:]]
+        entries += [(plan, entry) for plan in plans for entry in plan.part_modes[:-1]]
+        known = {row["who"] for row in (*self.parts, *self.parts_atari)}
+        labels = {entry: contenders_of([entry], "algorithms", self.device, (), ())[0].label for _, entry in entries}
+        return [(plan, entry) for plan, entry in entries if labels[entry] not in known]
+
     def envpool_sps(self, plan: Plan) -> float | None:
         """What EnvPool does alone with a plan's environments, in steps per second; None where it is not known."""
-        found = [row["sps"] for row in self.envpool if plan.pool and asdict(plan.pool).items() <= row.items()]
-        return statistics.median(found) if found else None
+        rounds = self.envpool_rounds(plan)
+        return statistics.median(rounds.values()) if rounds else None
+
+    def envpool_rounds(self, plan: Plan) -> dict[int, float]:
+        """The same of each round in which it was measured."""
+        rows = [row for row in self.envpool if plan.pool and asdict(plan.pool).items() <= row.items()]
+        return {row["round"]: row["sps"] for row in rows}
 
     def record(self) -> dict:
         """All of it, for JSON."""

@@ -265,7 +265,7 @@ def actor_threads(device: torch.device) -> None:
 def main(path: Path) -> None:
     """Runs every check and writes after each what is known so far."""
     device = torch.device("cuda", 0)
-    results = []
+    results, broken = [], False
     for fn in CHECKS:
         gc.collect()  # the last check's graphs: one that is destroyed in a capture invalidates it
         start = time.perf_counter()
@@ -275,8 +275,12 @@ def main(path: Path) -> None:
         except (Exception, SystemExit) as error:  # whatever goes wrong on a machine is a finding
             traceback.print_exc()
             passed, detail = False, " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            broken = isinstance(error, torch.AcceleratorError)
         results.append({"check": fn.__doc__, "passed": passed, "detail": detail})
         path.write_text(json.dumps(results))
+        if broken:
+            print("the device takes no more work from this process: the checks after this one are not run")
+            break
 
 
 if __name__ == "__main__":

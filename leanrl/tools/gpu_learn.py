@@ -1,9 +1,9 @@
-"""Learning runs on a GPU, all at once and in chunks: what ``leanrl.tools.gpu --learn`` does."""
+"""Learning runs on a GPU, several at once and in chunks: what ``leanrl.tools.gpu --learn`` does."""
 
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -50,8 +50,8 @@ TASKS: dict[Learning, Task] = {
 }
 LEARNING_FLAGS = ("--compile", "--cudagraphs", "--num-threads=1", "--checkpoint-every=250000", "--save-model")
 
-# How often a run's log points are read.
-LOOK_SECONDS = 2.0
+# How often a run's log points are read, and how often what is known is written.
+LOOK_SECONDS, WRITE_SECONDS = 2.0, 30.0
 
 
 def last_episodes(points: Sequence[dict], count: int = 100) -> float | None:
@@ -82,36 +82,51 @@ class Enough:
 
 
 def learn(
-    names: Sequence[Learning], seeds: Sequence[int], max_seconds: float, device: torch.device, runs_dir: Path, out: Path
+    names: Sequence[Learning],
+    seeds: Sequence[int],
+    at_once: int,
+    max_seconds: float,
+    device: torch.device,
+    runs_dir: Path,
+    out: Path,
 ) -> int:
-    """Starts, or goes on with, every learning run; all run at once until they end or the time does."""
+    """Starts, or goes on with, the learning runs, ``at_once`` at a time, until they end or the time does."""
     deadline = Deadline.within(max_seconds)
-    runs = [(name, seed) for name in names for seed in seeds]
+    runs = [(name, seed) for seed in seeds for name in names]
     runs_dir.mkdir(parents=True, exist_ok=True)
-    print(f"{len(runs)} runs at once for up to {max_seconds:.0f} s in {runs_dir}", flush=True)
-    with ThreadPoolExecutor(len(runs)) as pool:
+    print(f"{len(runs)} runs, {at_once} at a time, for up to {max_seconds:.0f} s in {runs_dir}", flush=True)
+    with ThreadPoolExecutor(at_once) as pool:
+        futures = [pool.submit(learn_on, name, seed, runs_dir, deadline) for name, seed in runs]
         try:
-            codes = [pool.submit(learn_on, name, seed, runs_dir, deadline) for name, seed in runs]
-            codes = [code.result() for code in codes]
+            while wait(futures, WRITE_SECONDS).not_done:
+                write([learned(*run, None, runs_dir) for run in runs], device, out)
+            codes = [future.result() for future in futures]
         except BaseException:
             deadline.at = 0.0  # the children too are to stop
             raise
-    trials = [learned(name, seed, code, runs_dir) for (name, seed), code in zip(runs, codes, strict=True)]
-    record = {**benchmark_record("gpu", device), "runs": [asdict(trial) for trial in trials]}
-    write_json_atomically(out / "learn.json", record)
+    trials = [learned(*run, code, runs_dir) for run, code in zip(runs, codes, strict=True)]
     for trial in trials:
         if trial.exit_code:
             print(f"{trial.run_dir}: exit {trial.exit_code}\n{end_of(Path(trial.run_dir + '.log'))}", flush=True)
-    text = f"{describe_machine(record['machine'])}\n\n{learning_table(trials)}"
-    (out / "learn.md").write_text(text + "\n")
+    print(f"\n{write(trials, device, out)}\n\nresults: {out}")
     draw_learning(trials).savefig(out / "learn.png")
-    print(f"\n{text}\n\nresults: {out}")
     return 1 if any(trial.exit_code for trial in trials) else 0
 
 
+def write(trials: Sequence[Trial], device: torch.device, out: Path) -> str:
+    """Leaves what is known so far in learn.json and learn.md; what that says."""
+    record = {**benchmark_record("gpu", device), "runs": [asdict(trial) for trial in trials]}
+    write_json_atomically(out / "learn.json", record)
+    text = f"{describe_machine(record['machine'])}\n\n{learning_table(trials)}"
+    (out / "learn.md").write_text(text + "\n")
+    return text
+
+
 def learn_on(name: Learning, seed: int, runs_dir: Path, deadline: Deadline) -> int:
-    """One run from its last checkpoint, or from the start, unless it has learned its task; its exit code."""
+    """One run from its last checkpoint, or from the start; its exit code, 0 where there is nothing or no time to do."""
     task, run_name = TASKS[name], f"{name}__{seed}"
+    if deadline.seconds_left <= 0:
+        return 0
     command = [sys.executable, str(REPOSITORY / "leanrl" / f"{task.script}.py"), f"--total-timesteps={task.timesteps}"]
     if (runs_dir / run_name / "args.json").exists():
         if task.is_learned(runs_dir / run_name):
@@ -124,8 +139,8 @@ def learn_on(name: Learning, seed: int, runs_dir: Path, deadline: Deadline) -> i
     return code
 
 
-def learned(name: Learning, seed: int, exit_code: int, runs_dir: Path) -> Trial:
-    """What a learning run has left so far."""
+def learned(name: Learning, seed: int, exit_code: int | None, runs_dir: Path) -> Trial:
+    """What a learning run has left so far; its ``exit_code`` is None while it may run."""
     trial = Trial(name, seed, [], str(runs_dir / f"{name}__{seed}"), exit_code)
     trial.read()
     return trial
@@ -135,28 +150,32 @@ def learning_table(trials: Sequence[Trial]) -> str:
     """Steps so far, return and time of each run."""
     cells = []
     for trial in trials:
-        summary, task = trial.summary, TASKS[trial.label]
-        who = f"{task.script}, {task.env_id}, seed {trial.seed}"
-        if not summary:
-            cells.append((who, "-", "-", "-", "-", f"exit {trial.exit_code}"))
-            continue
-        done = not summary["interrupted"] or task.is_learned(Path(trial.run_dir))
-        reached = [] if summary["episodic_return"] is None else [summary["episodic_return"]]
-        cells.append(
-            (
-                who,
-                f"{summary['global_step']:,}",
-                mean_std(reached, digits=1),
-                f"{summary['wall_seconds']:,.0f}",
-                f"{summary['sps']:,.0f}",
-                f"exit {trial.exit_code}" if trial.exit_code else "done" if done else "to go on",
+        task, reached = TASKS[trial.label], last_episodes(trial.metrics)
+        row = [f"{task.script}, {task.env_id}, seed {trial.seed}", "-", "-", "-", "-", state_of(trial)]
+        if trial.metrics:
+            point = trial.metrics[-1]
+            row[1:5] = (
+                f"{point['global_step']:,}",
+                mean_std([] if reached is None else [reached], digits=1),
+                f"{point['charts/wall_seconds']:,.0f}",
+                f"{point['charts/SPS']:,.0f}",
             )
-        )
+        cells.append(row)
     legend = (
         "return: mean of the last 100 training episodes; wall s: all starts together; sps: of the last start. "
-        "All runs shared the GPU and the cores."
+        "Runs shared the GPU and the cores."
     )
     return f"{markdown_table(('run', 'steps', 'return', 'wall s', 'sps', 'state'), cells)}\n\n{legend}"
+
+
+def state_of(trial: Trial) -> str:
+    """Whether a run is to be gone on with."""
+    if trial.exit_code:
+        return f"exit {trial.exit_code}"
+    if not trial.metrics and not trial.summary:
+        return "not begun"
+    ended = trial.summary and not trial.summary["interrupted"]
+    return "done" if ended or TASKS[trial.label].is_learned(Path(trial.run_dir)) else "to go on"
 
 
 def draw_learning(trials: Sequence[Trial]):

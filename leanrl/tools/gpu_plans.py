@@ -6,6 +6,8 @@ from typing import Literal
 from leanrl.sebulba.args import SebulbaArgs
 from leanrl.support.devices import available_cores
 from leanrl.tools import parts_atari
+from leanrl.tools.parts import in_process
+from leanrl.tools.trials import Deadline
 
 Algorithm = Literal["sac", "td3", "ppo", "ppo_atari", "cleanba_ppo", "cleanba_impala", "dqn"]
 
@@ -21,10 +23,10 @@ class Pool:
     """a key of ``support.atari.PROTOCOLS``"""
     env_id: str = "Breakout-v5"
 
-    def measure(self) -> dict:
+    def measure(self, deadline: Deadline | None = None) -> dict:
         """Steps per second with random actions, on all cores."""
         options = (self.env_id, self.num_envs, self.protocol, min(self.num_envs, available_cores()))
-        return {**asdict(self), **parts_atari.in_process(parts_atari.envpool_alone, *options)}
+        return {**asdict(self), **in_process(parts_atari.envpool_alone, *options, deadline=deadline)}
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Plan:
     """of a run that trains so shortly that rounding does not grow into other episodes; with two checkpoints"""
     steps: tuple[int, int]
     """environment steps of a measured run: without CUDA graphs, and with them"""
+    expected_seconds: float = 25.0
+    """what a measured run is taken to last before one has been: imports, compilation, capture, its steps"""
     flags: tuple[str, ...] = ()
     """of a measured run"""
     bf16_modes: tuple[str, ...] = ()
@@ -90,6 +94,7 @@ def cleanba(script: str, num_steps: int, iterations: tuple[int, int], check_flag
         # In the shapes that are measured, which the compiler's cache then has.
         (*GAMES_CHECK, *check_flags, f"--checkpoint-every={batch_size}", f"--total-timesteps={2 * batch_size}"),
         steps=(iterations[0] * batch_size, iterations[1] * batch_size),
+        expected_seconds=50.0,
         bf16_modes=(f"{script}:compile+cudagraphs",),
         pool=Pool(CLEANBA_ENVS, "cleanba"),
     )
@@ -113,7 +118,7 @@ PLANS: dict[Algorithm, Plan] = {
         "ppo_atari_envpool",
         modes_of("ppo_atari_envpool", onegraph=True),
         (*GAMES_CHECK, "--update-epochs=1", "--checkpoint-every=1024", "--total-timesteps=2048"),
-        steps=(10_240, 40_960),
+        steps=(30_720, 81_920),
         bf16_modes=("ppo_atari_envpool_onegraph:compile+cudagraphs",),
         part_modes=tuple(f"ppo_atari_envpool_{rung}:compile+cudagraphs" for rung in ("torchcompile", "onegraph")),
         pool=Pool(8, "cleanrl"),

@@ -43,7 +43,7 @@ from leanrl.tools.common import (
     run_tool,
     write_results,
 )
-from leanrl.tools.trials import LEVERS, check_script_args, contenders_of, parse_entry, target_device
+from leanrl.tools.trials import LEVERS, Deadline, check_script_args, contenders_of, parse_entry, target_device
 
 KINDS = {
     "environment": ("env.step",),
@@ -112,10 +112,10 @@ def measure(entry: str, args: Args) -> dict:
     }
 
 
-def take_apart(entry: str, args: Args) -> dict:
-    """Only the parts of such a row: a third of the time that ``measure`` takes."""
+def take_apart(entry: str, args: Args, deadline: Deadline | None = None) -> dict:
+    """Only the parts of such a row: a third of the time that ``measure`` takes; SystemExit after ``deadline``."""
     script, flags, mode = command(entry, args)
-    profiled = in_process(observe_run, script, [*flags, *mode], "parts")
+    profiled = in_process(observe_run, script, [*flags, *mode], "parts", deadline=deadline)
     return {
         "who": " ".join([script, *mode, *args.script_args]),
         "profiled_step_us": 1e6 / profiled["sps"],
@@ -141,14 +141,20 @@ def command(entry: str, args: Args) -> tuple[str, list[str], list[str]]:
 # ---------------------------------------------------------------------------------------------------- IN A PROCESS
 
 
-def in_process(fn: Callable, *args) -> dict:
-    """What ``fn(*args)`` returns, in a fresh process: compiled code and threads must not carry over."""
+def in_process(fn: Callable, *args, deadline: Deadline | None = None) -> dict:
+    """What ``fn(*args)`` returns, in a fresh process: compiled code and threads must not carry over.
+
+    Raises:
+        SystemExit: it failed, with its exit code; or took longer than ``deadline``.
+    """
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         process = multiprocessing.get_context("spawn").Process(target=write_result, args=(result, fn, *args))
         process.start()
         try:
-            process.join()
+            process.join(deadline and max(0.0, deadline.seconds_left))
+            if process.is_alive():
+                raise SystemExit("the time was up")
         finally:
             process.kill()
         if process.exitcode:

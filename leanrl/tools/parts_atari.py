@@ -40,7 +40,15 @@ from leanrl.tools.common import (
     write_results,
 )
 from leanrl.tools.parts import flop_counter, in_process, product_gflops
-from leanrl.tools.trials import LEVERS, check_script_args, contenders_of, parse_entry, require_distinct, target_device
+from leanrl.tools.trials import (
+    LEVERS,
+    Deadline,
+    check_script_args,
+    contenders_of,
+    parse_entry,
+    require_distinct,
+    target_device,
+)
 
 PARTS = ("emulation", "inference", "update")
 REST = "copies and Python"
@@ -103,13 +111,23 @@ def main(args: Args) -> int:
 
 
 def measure(
-    entry: str, env_id: str, num_envs: int, iterations: int, script_args: Sequence[str], envpool_sps: float
+    entry: str,
+    env_id: str,
+    num_envs: int,
+    iterations: int,
+    script_args: Sequence[str],
+    envpool_sps: float,
+    deadline: Deadline | None = None,
 ) -> dict:
-    """One row: the speed of ``SCRIPT:MODE``, microseconds of a step by part, and their floors."""
+    """One row: the speed of ``SCRIPT:MODE``, microseconds of a step by part, and their floors.
+
+    Raises:
+        SystemExit: the script failed, or took longer than ``deadline``.
+    """
     script, levers = parse_entry(entry, "scripts")
     mode = [f"--{lever}" for lever in LEVERS if lever in (levers or ())]
     flags = [f"--env-id={env_id}", f"--num-envs={num_envs}", *script_args, *mode]
-    row = in_process(observe_run, script, flags, iterations)
+    row = in_process(observe_run, script, flags, iterations, deadline=deadline)
     row["floors_us"]["emulation"] = 1e6 / envpool_sps
     return {"who": " ".join([script, *mode, *script_args]), "num_envs": num_envs, "envpool_sps": envpool_sps, **row}
 
@@ -164,7 +182,8 @@ def observe_run(script: str, flags: list[str], iterations: int) -> dict:
 
         def finish(self, *args, **kwargs) -> dict:
             found["sps"] = self.sps()
-            found["parts_us"] = {part: 1e6 * s / self.global_step for part, s in seconds.items()}
+            steps = self.global_step - self._clock_start[1]
+            found["parts_us"] = {part: 1e6 * s / steps for part, s in seconds.items()}
             found["parts_us"][REST] = 1e6 / found["sps"] - sum(found["parts_us"].values())
             return super().finish(*args, **kwargs)
 

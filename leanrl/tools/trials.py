@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +40,7 @@ RESERVED_FLAGS = ("--total-timesteps", "--seed", "--run-name", "--runs-dir", "--
 STOP_SECONDS = 20
 
 # How much is shown of the output of a run that failed: a whole traceback, mostly.
-LOG_LINES = 40
+LOG_LINES = 60
 
 # How often a child's memory and its deadline are looked at while it runs.
 MEMORY_SECONDS = 0.25
@@ -309,7 +309,12 @@ def exit_code(trials: Sequence[Trial]) -> int:
 
 
 def run_trial(
-    contender: Contender, seed: int, runs_dir: Path, deadline: Deadline | None = None, output: Path | None = None
+    contender: Contender,
+    seed: int,
+    runs_dir: Path,
+    deadline: Deadline | None = None,
+    output: Path | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> Trial:
     """Runs one contender to its end, in a run directory of its own, and reads that; the rest as ``run_child``."""
     name = re.sub(r"[^A-Za-z0-9]+", "_", contender.label).strip("_")
@@ -317,19 +322,23 @@ def run_trial(
     run_name = f"{name}__seed{seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     flags = ["--seed", str(seed), "--run-name", run_name, "--runs-dir", str(runs_dir)]
     trial = Trial(contender.label, seed, [*contender.command, *flags], str(runs_dir / run_name), exit_code=0)
-    trial.exit_code, trial.peak_memory_mb = run_child(trial.command, deadline, output)
+    trial.exit_code, trial.peak_memory_mb = run_child(trial.command, deadline, output, variables)
     trial.read()
     return trial
 
 
 def run_child(
-    command: Sequence[str], deadline: Deadline | None = None, output: Path | None = None
+    command: Sequence[str],
+    deadline: Deadline | None = None,
+    output: Path | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> tuple[int, float | None]:
     """Runs ``command``; it does not outlive this call.
 
     Args:
         deadline: when it is asked to stop (a script checkpoints then and calls its run interrupted); None for never.
         output: file for what it prints; None for this terminal.
+        variables: of its environment, beside this process's.
 
     Returns:
         its exit code, and the most memory that it held (None where it ended at once or the system does not say).
@@ -342,7 +351,7 @@ def run_child(
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file and subprocess.STDOUT,
-            env=child_environ(),
+            env={**child_environ(), **(variables or {})},
             process_group=0,
         )
     peak = None
