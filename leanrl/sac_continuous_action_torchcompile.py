@@ -259,7 +259,8 @@ def make_update(
 
     def update(with_actor: bool) -> None:
         batch = replay.sample(args.batch_size)
-        # All here, in the order of their use: PyTorch 2.11 does not keep it in a compiled step this long.
+        # All here, in the order of their use: where PyTorch 2.11 compiles a whole step, it takes what an update depends
+        # on in the order of its buffers' names, "buf100" before "buf87", and with it the drawing of noise.
         num_draws = 1 + with_actor * args.policy_frequency * (1 + args.autotune)
         noises = iter([torch.randn_like(batch.actions) for _ in range(num_draws)])
         noise = next(noises)

@@ -223,6 +223,7 @@ def test_rendering_shows_the_console_and_changes_nothing():
         ("Brekout-v5", "; did you mean Breakout-v5"),
         ("pong-v5", "; did you mean Pong-v5"),
         ("BreakoutNoFrameskip-v4", "; did you mean Breakout-v5"),
+        ("PongNoFrameskip-v4", "; did you mean Pong-v5"),
         ("HalfCheetah-v5", "; they are named as in Breakout-v5"),
         ("Catch-v0", "; did you mean "),
         ("", "; they are named as in Breakout-v5"),

@@ -459,6 +459,8 @@ def test_ranks_that_do_not_fit_the_layout(capsys, tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     assert run("cleanba_ppo", *tiny(tmp_path), "--learner-device-ids", "0", "1") == 2
     assert "3 processes were started, but this layout has 2 a group" in capsys.readouterr().err
+    assert run("cleanba_ppo", *tiny(tmp_path), "--actor-device-ids", "--learner-device-ids") == 2
+    assert "--actor-device-ids : needs at least one device" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", [["--env-id=CartPol-v1"], ["--torso=nature"], [f"--seed={2**32}"]], ids=" ".join)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from test_tools_compare import run_tool_in_process
 
+import leanrl.ppo_atari_envpool as reference
 import leanrl.ppo_atari_envpool_torchcompile as fast
 from leanrl.tools import ablate_ppo_atari, parts_atari
 
@@ -31,6 +32,18 @@ def test_parts_of_a_real_run(tmp_path, monkeypatch, capsys):
     # Four epochs of forward and backward, which has two products for each of the forward's, in the first layer one.
     assert 4 * 2.5 < row["floors_us"]["update"] / row["floors_us"]["inference"] < 4 * 3
     assert "kept" in capsys.readouterr().out and (tmp_path / "parts_atari.png").stat().st_size > 10_000
+
+
+def test_parts_are_those_of_the_steps_that_the_speed_is_of(monkeypatch):
+    """A reference's first iteration is in neither."""
+    monkeypatch.setattr(reference, "Run", reference.Run)
+    monkeypatch.setattr(reference, "make_update", reference.make_update)
+    monkeypatch.setattr(reference.Agent, "get_action_and_value", reference.Agent.get_action_and_value)
+    monkeypatch.setattr(parts_atari.EnvPoolVectorEnv, "send", parts_atari.EnvPoolVectorEnv.send)
+    monkeypatch.setattr(parts_atari.AtariVectorEnv, "recv", parts_atari.AtariVectorEnv.recv)
+    flags = ["--env-id=Breakout-v5", "--num-envs=4", "--num-steps=32", "--num-threads=1"]
+    parts = parts_atari.observe_run("ppo_atari_envpool", flags, 2)["parts_us"]
+    assert 0 < parts[parts_atari.REST] < sum(parts[part] for part in parts_atari.PARTS) / 2
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,11 @@
 
 import json
 import math
+import multiprocessing
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +18,9 @@ from scripts import run, tiny
 from test_tools_compare import cells, run_tool_in_process
 
 from leanrl.support.tracking import read_metrics
-from leanrl.tools import gpu, gpu_checks, gpu_learn, gpu_plans, parts, parts_atari, trials
-from leanrl.tools.gpu import Results, against_eager, check, measure
+from leanrl.tools import common, gpu, gpu_checks, gpu_equality, gpu_learn, gpu_plans, parts, parts_atari, trials
+from leanrl.tools.gpu import Results, measure
+from leanrl.tools.gpu_equality import against_eager, check
 from leanrl.tools.gpu_learn import Enough, Task, last_episodes
 from leanrl.tools.gpu_plans import PLANS, Plan, Pool
 from leanrl.tools.trials import Deadline, Trial
@@ -92,7 +96,7 @@ def results(tmp_path_factory):
     """A check of one algorithm, in processes of its own, and a measurement in this one."""
     folder = tmp_path_factory.mktemp("gpu")
     results = Results(folder, CPU, [MEASURED])
-    results.checks = check([PLAN], CPU, folder / "runs", Deadline.within(120))
+    check([PLAN], CPU, folder / "runs", Deadline.within(120), known=set(), report=results.report)
 
     def run_trial(contender, seed, runs_dir, deadline):
         _, script, *flags = contender.command
@@ -119,57 +123,91 @@ def test_checks_tell_equal_training_and_what_failed(results):
     graphs, rung = results.checks[:-1], results.checks[-1]
     assert rung == {"check": f"{RUNG} trains as eager", "passed": True, "detail": "bit for bit"}
     if not torch.cuda.is_available():  # the checks of graphs cannot pass; their end says how many there were
-        assert len(graphs) == len(gpu_checks.CHECKS) + 1 and not any(row["passed"] for row in graphs)
-        assert graphs[-1]["detail"] == f"exit 0, {len(graphs) - 1} of {len(gpu_checks.CHECKS)} checks reported"
+        assert len(graphs) == 2 and not any(row["passed"] for row in graphs)
+        assert graphs[-1]["detail"] == f"exit 0, 1 of {len(gpu_checks.CHECKS)} checks reported"
         assert "Traceback" in graphs[-1]["output"]
         assert not results.passed
 
 
-def test_checks_that_have_passed_are_left_out(tmp_path, monkeypatch):
-    def run_trial(contender, *_):
-        ran.append(contender.label)
-        return Trial(contender.label, 1, [], "", exit_code=1)
+@pytest.fixture
+def ran(monkeypatch) -> list:
+    """What ``check`` runs instead of training that fails at once: labels."""
+    ran = []
 
-    ran, names = [], gpu.graph_checks()
-    monkeypatch.setattr(gpu, "run_trial", run_trial)
-    assert check([PLAN], CPU, tmp_path, Deadline.within(60), names | {f"{RUNG} trains as eager"}) == []
-    (row,) = check([PLAN], CPU, tmp_path, Deadline.within(60), names)
+    def run_trial(contender, seed, runs_dir, deadline, output, variables):
+        assert variables == {"NVIDIA_TF32_OVERRIDE": "0"}
+        ran.append(contender.label)
+        return Trial(contender.label, seed, [], "", exit_code=1)
+
+    monkeypatch.setattr(gpu_equality, "run_trial", run_trial)
+    return ran
+
+
+def checked(plans, device, runs_dir, seconds: float, known) -> list[dict]:
+    """The rows that ``check`` reports."""
+    rows = []
+    check(plans, device, runs_dir, Deadline.within(seconds), known, rows.append)
+    return rows
+
+
+def test_checks_that_have_passed_are_left_out(ran, tmp_path):
+    names = gpu_equality.graph_checks()
+    assert checked([PLAN], CPU, tmp_path, 60, names | {f"{RUNG} trains as eager"}) == ran == []
+    (row,) = checked([PLAN], CPU, tmp_path, 60, names)
     assert sorted(ran) == [RUNG, SIBLING] and row["check"] == f"{RUNG} trains as eager" and not row["passed"]
 
 
 def test_a_check_that_the_time_has_cut_off_is_left_out(tmp_path, capsys):
-    assert check([PLAN], CPU, tmp_path, Deadline.within(0.0)) == []
+    assert checked([PLAN], CPU, tmp_path, 0.0, set()) == []
     lines = capsys.readouterr().out.splitlines()
     assert {f"no time left for the check of {RUNG}", "no time left for all of gpu_checks"} <= set(lines)
 
 
-def test_what_others_are_compared_with_is_checked_first_then_the_fastest(monkeypatch):
+def test_what_others_are_compared_with_is_checked_first_then_the_fastest(ran, tmp_path, monkeypatch):
     monkeypatch.setattr(trials, "lack", lambda levers, device: None)
-    families = [gpu.checked_contenders(PLANS[name], torch.device("cuda", 0)) for name in ("td3", "cleanba_ppo")]
-    order = [contender.label for contender in gpu.by_weight(families)]
+    monkeypatch.setattr(gpu_equality, "available_cores", lambda: 1)
+    monkeypatch.setattr(gpu_equality, "ThreadPoolExecutor", lambda _: ThreadPoolExecutor(1))
+    plans = [PLANS["td3"], PLANS["cleanba_ppo"]]
+    rows = checked(plans, torch.device("cuda", 0), tmp_path, 60, gpu_equality.graph_checks())
     fastest = "--compile --cudagraphs"
-    assert order[:5] == [SIBLING, "cleanba_ppo", *(f"{script} {fastest}" for script in (SIBLING, RUNG, "cleanba_ppo"))]
-    assert len(order) == sum(map(len, families))
+    assert ran[:5] == [SIBLING, "cleanba_ppo", *(f"{script} {fastest}" for script in (SIBLING, RUNG, "cleanba_ppo"))]
+    assert len(rows) == len(ran) - 2 == sum(len(plan.modes) + len(plan.bf16_modes) - 1 for plan in plans)
 
 
-def test_checked_runs_compute_without_tf32(tmp_path):
+def test_a_child_has_the_variables_that_it_is_to_have(tmp_path):
     code = "import os, sys; sys.exit(int(os.environ['NVIDIA_TF32_OVERRIDE']) + 7)"
     contender = trials.Contender("a run", (sys.executable, "-c", code))
-    assert trials.run_trial(contender, 1, tmp_path, variables=gpu.NO_TF32).exit_code == 7
+    assert trials.run_trial(contender, 1, tmp_path, variables=gpu_equality.NO_TF32).exit_code == 7
 
 
-def test_a_device_that_failed_gets_no_more_checks(tmp_path, monkeypatch, capfd):
-    def breaks(device):
-        """breaks the device"""
+@pytest.mark.parametrize("works", [True, False])
+def test_a_device_that_failed_gets_no_more_checks(works, tmp_path, monkeypatch, capfd):
+    def fails(device):
+        """fails"""
         raise torch.AcceleratorError("an illegal memory access was encountered")
 
     ran = []
-    monkeypatch.setattr(gpu_checks, "CHECKS", [lambda device: ran.append(1), breaks, lambda device: ran.append(3)])
+    assert gpu_checks.works(torch.device("cuda", 0)) == torch.cuda.is_available()
+    monkeypatch.setattr(gpu_checks, "works", lambda device: works)
+    monkeypatch.setattr(gpu_checks, "CHECKS", [lambda device: ran.append(1), fails, lambda device: ran.append(3)])
     gpu_checks.main(tmp_path / "checks.json")
     rows = json.loads((tmp_path / "checks.json").read_text())
-    assert ran == [1] and [row["passed"] for row in rows] == [True, False]
+    assert ran == ([1, 3] if works else [1])
+    assert [row["passed"] for row in rows] == ([True, False, True] if works else [True, False])
     assert "AcceleratorError: an illegal memory access" in rows[1]["detail"]
-    assert "are not run" in capfd.readouterr().out
+    assert ("are not run" in capfd.readouterr().out) == (not works)
+
+
+def test_checks_of_graphs_end_with_the_run_that_took_their_signal(tmp_path, monkeypatch):
+    """A run of the actor-learner script stops in order at a signal; it does not then look like another result."""
+
+    def main(args) -> None:
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "summary.json").write_text(json.dumps({"interrupted": True}))
+
+    monkeypatch.setattr(gpu_checks.cleanba_ppo, "main", main)
+    with pytest.raises(KeyboardInterrupt):
+        gpu_checks.actor_learner_run(CPU, False, gpu_checks.Collectives, tmp_path / "run")
 
 
 def sleeps() -> dict:
@@ -182,6 +220,7 @@ def test_parts_that_take_too_long_are_ended():
     with pytest.raises(SystemExit, match="the time was up"):
         parts.in_process(sleeps, deadline=Deadline.within(0.5))
     assert time.monotonic() - start < 30
+    assert not multiprocessing.active_children()
 
 
 def test_speeds_are_written_after_every_run(results):
@@ -226,7 +265,7 @@ def test_training_that_differs_fails(tmp_path):
 def test_bf16_may_go_elsewhere_but_not_nowhere(last, passed, monkeypatch):
     zeros, ones = torch.zeros(2), torch.ones(2)
     vectors = {"eager": (zeros, ones), "bf16": (zeros, torch.tensor(last))}
-    monkeypatch.setattr(gpu, "last_parameters", lambda run_dir: vectors[run_dir.name])
+    monkeypatch.setattr(gpu_equality, "last_parameters", lambda run_dir: vectors[run_dir.name])
     eager, rounded = (
         Trial(f"{SIBLING} {name}", 1, [], name, exit_code=0, summary={"interrupted": False}) for name in vectors
     )
@@ -282,9 +321,12 @@ def some_gpu(monkeypatch) -> list:
         kinds = (*gpu.parts.KINDS, gpu.parts.REST, *parts_atari.PARTS, parts_atari.REST)
         return row | {"parts_us": dict.fromkeys(kinds, 9.0), "floors_us": dict.fromkeys(parts_atari.PARTS, 5.0)}
 
-    def check(plans, device, runs_dir, deadline, known):
-        return [row for row in [{"check": "a check", "passed": True, "detail": "fine"}] if row["check"] not in known]
+    def check(plans, device, runs_dir, deadline, known, report):
+        for name in {"a check"} - known:
+            report({"check": name, "passed": True, "detail": "fine"})
 
+    facts = common.machine_facts(CPU) | {"git_commit": "0123abc", "device_name": "some GPU"}
+    monkeypatch.setattr(common, "machine_facts", lambda device: facts.copy())
     monkeypatch.setattr(gpu, "check", check)
     monkeypatch.setattr(gpu, "run_trial", run_trial)
     monkeypatch.setattr(Pool, "measure", lambda pool, _: (ran.append(pool), {**asdict(pool), "sps": 1000.0})[1])
@@ -346,6 +388,41 @@ def test_envpool_alone_is_measured_once_a_round(some_gpu, tmp_path):
     assert [pool for pool in some_gpu if isinstance(pool, Pool)] in ([games, atari] * 2, [games, atari, atari, games])
 
 
+def test_failures_of_what_is_not_run_again_are_kept(some_gpu, tmp_path, capsys):
+    args = gpu.Args(algorithms=("dqn",), rounds=1, runs_dir=str(tmp_path), out=str(tmp_path))
+    assert gpu.main(args) == 0
+    path = tmp_path / "gpu.json"
+    record = json.loads(path.read_text())
+    check = f"{PLANS['dqn'].reference}_torchcompile --compile trains as eager"
+    record["checks"].append({"check": check, "passed": False, "detail": "off"})
+    record["runs"][0]["exit_code"] = 1
+    path.write_text(json.dumps(record))
+    some_gpu.clear()
+    assert gpu.main(replace(args, algorithms=("td3",))) == 1
+    assert f"FAILED: {check}: off" in capsys.readouterr().out
+    assert gpu.main(args) == 0 and ("dqn", 1) in some_gpu  # asked for again: both are done anew
+
+
+@pytest.mark.parametrize("commit", [None, "0123abc-dirty"])
+def test_results_of_no_one_knows_what_are_not_gone_on_with(commit, some_gpu, tmp_path, monkeypatch, capsys):
+    facts = common.machine_facts(CPU) | {"git_commit": commit}
+    monkeypatch.setattr(common, "machine_facts", lambda device: facts.copy())
+    monkeypatch.setattr("sys.argv", ["gpu"])
+    flags = ["--algorithms", "dqn", "--rounds", "1", "--out", tmp_path / "out", "--runs-dir", tmp_path]
+    assert run_tool_in_process(monkeypatch, gpu, *flags) == 0
+    capsys.readouterr()
+    assert run_tool_in_process(monkeypatch, gpu, *flags) == 2
+    error = capsys.readouterr().err
+    assert "GIT_COMMIT" in error and len(error.splitlines()) == 1
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(some_gpu, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    assert run_tool_in_process(monkeypatch, gpu, "--out", tmp_path / "file" / "out") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("gpu: --out ") and len(error.splitlines()) == 1
+
+
 class AtTheFirstLogPoint:
     """A deadline that has passed once a run has logged."""
 
@@ -368,7 +445,7 @@ def test_learning_starts_once_and_then_resumes(tmp_path, monkeypatch):
     for _ in range(2):
         assert gpu_learn.learn_on("pong", 3, tmp_path, Deadline.within(1)) == 0
         (tmp_path / "pong__3").mkdir(exist_ok=True)
-        (tmp_path / "pong__3" / "args.json").touch()
+        (tmp_path / "pong__3" / "args.json").write_text("{}")
     (script, *first), (_, *second) = commands
     assert script.endswith("ppo_atari_envpool_onegraph.py")
     assert {"--env-id=Pong-v5", "--seed=3", "--total-timesteps=10000000", "--cudagraphs"} <= set(first)
@@ -377,6 +454,39 @@ def test_learning_starts_once_and_then_resumes(tmp_path, monkeypatch):
     log.write_text(json.dumps(ended(step=1024, episodes=150, mean=18.5)) + "\n")
     assert gpu_learn.learn_on("pong", 3, tmp_path, Deadline.within(1)) == 0
     assert len(commands) == 2  # it has learned its task
+
+
+@pytest.mark.parametrize(("code", "left", "result"), [(-15, 0.0, 0), (-9, 0.0, 0), (-9, 9.0, -9), (1, 0.0, 1)])
+def test_a_run_that_the_time_ends_while_it_begins_did_not_fail(code, left, result, tmp_path, monkeypatch):
+    clock = Deadline.within(60.0)
+
+    def run_child(*_):
+        clock.at = time.monotonic() + left
+        return code, None
+
+    monkeypatch.setattr(gpu_learn, "run_child", run_child)
+    assert gpu_learn.learn_on("sac", 1, tmp_path, clock) == result
+
+
+def test_every_task_learns_with_the_first_seed_before_any_with_the_next(tmp_path, monkeypatch):
+    """And what is known is written meanwhile."""
+    begun, written, is_written = [], [], threading.Event()
+
+    def learn_on(name, seed, runs_dir, deadline):
+        begun.append((name, seed))
+        is_written.wait(60)
+        return 0
+
+    def write(trials, device, out):
+        written.append(len(begun))
+        is_written.set()
+        return ""
+
+    for name, value in (("learn_on", learn_on), ("write", write), ("WRITE_SECONDS", 0.05)):
+        monkeypatch.setattr(gpu_learn, name, value)
+    assert gpu_learn.learn(["td3", "sac"], [1, 2], 1, 60.0, CPU, tmp_path, tmp_path) == 0
+    assert begun == [("td3", 1), ("sac", 1), ("td3", 2), ("sac", 2)]
+    assert written[0] == 1 and written[-1] == 4
 
 
 def ended(step: int, episodes: int, mean: float) -> dict:
@@ -415,7 +525,6 @@ def test_learning_runs_stop_in_time_and_go_on(tmp_path, monkeypatch, capsys):
         deadline = AtTheFirstLogPoint(runs_dir / "td3__1")
         monkeypatch.setitem(gpu_learn.TASKS, "td3", task)
         patch.setattr(gpu_learn, "Deadline", SimpleNamespace(within=lambda seconds: deadline))
-        monkeypatch.setattr(gpu_learn, "WRITE_SECONDS", 0.5)
         assert gpu_learn.learn(["td3", "sac"], [1], 1, 60.0, CPU, runs_dir, out) == 0
         assert "not begun" in (out / "learn.md").read_text()  # its turn was after the end
     left, _ = json.loads((out / "learn.json").read_text())["runs"]
@@ -426,6 +535,10 @@ def test_learning_runs_stop_in_time_and_go_on(tmp_path, monkeypatch, capsys):
     (left,) = json.loads((out / "learn.json").read_text())["runs"]
     assert left["summary"]["global_step"] == step + 64 and not left["summary"]["interrupted"]
     assert (out / "learn.png").stat().st_size > 10_000 and "done" in capsys.readouterr().out
+    log = runs_dir / "td3__1.log"
+    log.unlink()
+    assert gpu_learn.learn(["td3"], [1], 1, 120.0, CPU, runs_dir, out) == 0
+    assert not log.exists()  # nothing was started
 
 
 def test_the_check_of_actor_threads_holds_on_a_cpu(monkeypatch):

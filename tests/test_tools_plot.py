@@ -212,7 +212,7 @@ def test_csv_draws_the_same_numbers_and_the_same_picture(tmp_path, capsys):
     assert len(rows) == 3 * 20 + 3 * 15
 
 
-def test_the_first_steps_alone_without_wall_clock(tmp_path):
+def test_the_first_steps_alone_without_wall_clock(tmp_path, capsys):
     for seed in (1, 2, 3):
         write_run(tmp_path / "runs", seed, [float(i) for i in range(10)])
     whole, first = tmp_path / "whole", tmp_path / "first"
@@ -225,6 +225,12 @@ def test_the_first_steps_alone_without_wall_clock(tmp_path):
     assert height < 0.7 * whole_height and height < width
     with pytest.raises(UsageError, match="--max-steps 299: is before the first log point"):
         draw(tmp_path / "runs", out=first, max_steps=299)
+    assert "left out" not in capsys.readouterr().err
+    late = write_run(tmp_path / "runs", 4, [float(i) for i in range(10)])
+    points = (late / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (late / "metrics.jsonl").write_text("".join(points[8:]))
+    assert draw(tmp_path / "runs", out=first, window=2, max_steps=1_300, wall_clock=False) == table
+    assert "1 of 4 runs left out: no log point before --max-steps" in capsys.readouterr().err
 
 
 def test_some_environments_alone(tmp_path):

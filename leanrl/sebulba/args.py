@@ -101,7 +101,7 @@ def resolve_devices(args: SebulbaArgs) -> torch.device:
     if device.type == "cuda":
         for name in ("actor_device_ids", "learner_device_ids"):
             ids = getattr(args, name)
-            if max(ids) >= torch.cuda.device_count():
+            if max(ids, default=0) >= torch.cuda.device_count():
                 there = f"this machine has {torch.cuda.device_count()} CUDA device(s), numbered from 0"
                 raise bad(name, ids, there)
     return torch.device(device.type)

@@ -49,7 +49,7 @@ def start(args: SebulbaArgs, script_file: str, algorithm: Algorithm) -> None:
     group_size = len(set(args.actor_device_ids) | set(args.learner_device_ids))
     slurm = None if as_rank or not args.distributed else slurm_task(os.environ)
     num_groups = 1 if slurm is None else slurm.num_tasks
-    if as_rank:
+    if as_rank and group_size:  # validate_start refuses a group of none
         world_size = int(os.environ["WORLD_SIZE"])
         num_groups, rest = divmod(world_size, group_size)
         if rest or not num_groups:

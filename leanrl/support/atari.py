@@ -130,7 +130,7 @@ def make_atari_envs(
     """
     known = atari_games()
     if env_id not in known:
-        hint = near_names(env_id, known) or "; they are named as in Breakout-v5"
+        hint = near_names(env_id.replace("NoFrameskip-v4", "-v5"), known) or "; they are named as in Breakout-v5"
         raise bad("env_id", env_id, f"is not an Atari game of EnvPool{hint}")
     options = {**vars(protocol), "render_mode": render_mode}
     return AtariVectorEnv(env_id, env_seeds(seed, num_envs, first_index, start), num_threads, **options)

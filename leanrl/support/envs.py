@@ -197,7 +197,7 @@ def make_envs(
         env_id: Gymnasium's name; EnvPool uses the same ones.
         seed: of the run; each environment gets its own from it (``env_seeds``).
         backend: ``gymnasium`` steps serially in this process; ``envpool`` on ``num_threads`` C++ threads (0: its own
-            choice), which pays from about 4 environments on.
+            choice), which pays with many environments.
         start: environment steps at which this process takes the run up, 0 on a fresh start.
 
     Raises:

@@ -13,7 +13,7 @@ WARMUP_CALLS = CUDAGRAPH_WARMUP + 2
 URGENT = -1
 
 # Samples from PyTorch's own generator, so that a compiled run draws what an eager one draws; and in the same order,
-# which PyTorch before 2.13 may change where it looks for the least memory.
+# which PyTorch before 2.13 may change, here where it looks for the least memory.
 SAME_SAMPLES = {"fallback_random": True}
 if torch.__version__ < (2, 13):
     SAME_SAMPLES |= {"reorder_for_peak_memory": False, "reorder_for_locality": False}

@@ -69,7 +69,7 @@ def machine_facts(device: torch.device) -> dict:
     # The imported module knows its local build ("2.13.0+cpu"), the metadata may not.
     versions["torch"] = torch.__version__
     return {
-        "git_commit": commit or os.environ.get("GIT_COMMIT"),
+        "git_commit": commit or os.environ.get("GIT_COMMIT") or None,
         "versions": versions,
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "cpu_cores": available_cores(),

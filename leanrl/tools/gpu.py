@@ -18,16 +18,12 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-from leanrl.support.checkpoints import list_checkpoints, load_checkpoint
-from leanrl.support.devices import available_cores
 from leanrl.support.errors import UsageError, require_at_least
 from leanrl.support.run import write_json_atomically
 from leanrl.tools import compare, parts, parts_atari
@@ -41,37 +37,27 @@ from leanrl.tools.common import (
     markdown_table,
     mean_std,
     new_figure,
+    results_folder,
     run_tool,
 )
+from leanrl.tools.gpu_equality import check, graph_checks, training_checks
 from leanrl.tools.gpu_learn import Learning, learn
-from leanrl.tools.gpu_plans import PLANS, Algorithm, Plan
+from leanrl.tools.gpu_plans import PLANS, Algorithm, Plan, contenders_with_bf16, is_fastest
 from leanrl.tools.trials import (
     Contender,
     Deadline,
     Trial,
     contenders_of,
-    end_of,
     parse_entry,
     read_json,
     require_distinct,
-    run_child,
     run_trial,
 )
 
-# Shares of --seconds: the checks may take so much, the parts so much at the end.
-CHECK_SHARE, PARTS_SHARE = 0.4, 0.15
-PART_SECONDS, PART_STEPS, PART_ITERATIONS = 50.0, 500, 10
+# The share of --seconds that the checks may take; what is kept for the parts at the end, and what one of them may take.
+CHECK_SHARE, PARTS_SECONDS, PART_SECONDS = 0.4, 75.0, 50.0
+PART_STEPS, PART_ITERATIONS = 500, 10
 LOAD_SECONDS = 0.2
-
-# What becomes of a run that is stopped because the time is up.
-CUT_OFF = {"interrupted", "signal 15", "signal 9", "exit 143"}
-
-# For the checked runs: PyTorch's convolutions otherwise round float32 to 10 bits, each way of computing them otherwise.
-NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}
-# How far a mode's parameters may be from eager's after the checked updates, in parts of the way that those have gone.
-TOLERANCE = 0.05
-# What is compared for that, by its name in a checkpoint.
-NETWORKS = ("agent", "actor", "critics", "temperature", "q_network")
 
 
 @dataclass
@@ -104,9 +90,8 @@ def main(args: Args) -> int:
     if not torch.cuda.is_available():
         raise UsageError("this tool needs a CUDA device, and this machine has none; `compare` measures on a CPU")
     device = torch.device("cuda", 0)
-    runs_dir = fresh_folder(args.runs_dir, "gpu")
-    out = Path(args.out) if args.out else runs_dir
-    out.mkdir(parents=True, exist_ok=True)
+    out = results_folder(args, "gpu")
+    runs_dir = fresh_folder(args.runs_dir, "gpu") if args.out else out
     # Several compile at once here, each with workers of its own.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
     if args.learn:
@@ -115,142 +100,19 @@ def main(args: Args) -> int:
 
     plans = [PLANS[name] for name in args.algorithms]
     results = Results(out, device, list(PLANS.values()))
-    results.take_up()
+    results.take_up(plans)
     end = Deadline.within(args.seconds)
-    known = {row["check"] for row in results.checks}
-    results.checks += check(plans, device, runs_dir, Deadline(end.at - (1 - CHECK_SHARE) * args.seconds), known)
-    results.write()
+    print("checks: what graphs must do, and every mode against eager", flush=True)
+    end_of_checks = Deadline(end.at - (1 - CHECK_SHARE) * args.seconds)
+    check(plans, device, runs_dir, end_of_checks, results.passed_checks, results.report)
     # What the checks did not use is for the speeds.
-    share = PARTS_SHARE if results.missing_parts(plans) else 0.0
-    measure(plans, args.rounds, device, runs_dir, Deadline(end.at - share * args.seconds), results)
+    kept = PARTS_SECONDS if results.missing_parts(plans) and args.seconds >= 4 * PARTS_SECONDS else 0.0
+    measure(plans, args.rounds, device, runs_dir, Deadline(end.at - kept), results)
     take_apart(plans, end, results)
     results.write()
     results.draw()
     print(f"\n{results.text()}\n\nresults: {out}")
     return 0 if results.passed else 1
-
-
-# ------------------------------------------------------------------------------------------------------------ CHECKS
-
-
-def check(
-    plans: Sequence[Plan], device: torch.device, runs_dir: Path, deadline: Deadline, known: Collection[str] = ()
-) -> list[dict]:
-    """What ``gpu_checks`` finds, and for every mode how far its training is from eager's; several runs at once.
-
-    The runs also fill TorchInductor's cache, so that those that are measured find their kernels there. Checks that are
-    ``known`` to have passed are left out.
-    """
-    runs_dir.mkdir(parents=True, exist_ok=True)
-    print("checks: what graphs must do, and every mode against eager", flush=True)
-    found, log = runs_dir / "gpu_checks.json", runs_dir / "gpu_checks.log"
-    families = []
-    for plan in plans:
-        eager, *others = checked_contenders(plan, device)
-        others = [contender for contender in others if check_name(contender.label) not in known]
-        families += [[eager, *others]] if others else []
-    rows = []
-    with ThreadPoolExecutor(max(2, available_cores() // 2)) as pool:
-        try:
-            command = [sys.executable, "-m", "leanrl.tools.gpu_checks", str(found)]
-            of_graphs = None if graph_checks() <= set(known) else pool.submit(run_child, command, deadline, log)
-            futures = {
-                contender: pool.submit(
-                    run_trial, contender, 1, runs_dir / "checks", deadline, log_of(contender, runs_dir), NO_TF32
-                )
-                for contender in by_weight(families)
-            }
-            if of_graphs is not None:
-                exit_code, _ = of_graphs.result()
-                rows += read_json(found)
-                if exit_code and deadline.seconds_left <= 0:
-                    print("no time left for all of gpu_checks", flush=True)
-                elif exit_code or not all(row["passed"] for row in rows):
-                    detail = f"exit {exit_code}, {len(rows)} of {len(graph_checks())} checks reported"
-                    row = {"check": "gpu_checks finds nothing", "passed": False, "detail": detail}
-                    rows.append(row | {"output": end_of(log)})
-            trials = {contender: future.result() for contender, future in futures.items()}
-        except BaseException:
-            deadline.at = 0.0  # the children too are to stop
-            raise
-    for plainest, *others in families:
-        eager = trials[plainest]
-        for contender in others:
-            trial = trials[contender]
-            if deadline.seconds_left <= 0 and {eager.failure, trial.failure} & CUT_OFF:
-                print(f"no time left for the check of {contender.label}", flush=True)
-                continue
-            row = against_eager(eager, trial)
-            rows.append(row if row["passed"] else row | {"output": end_of(log_of(contender, runs_dir))})
-    for row in rows:
-        print(f"{'passed' if row['passed'] else 'FAILED'}: {row['check']}: {row['detail']}", flush=True)
-        if "output" in row:
-            print(row["output"], flush=True)
-    return rows
-
-
-def by_weight(families: Sequence[Sequence[Contender]]) -> list[Contender]:
-    """What is checked in the order in which it is begun: what the others are compared with, then what is fastest."""
-
-    def weight(contender: Contender) -> int:
-        plainest = any(contender is family[0] for family in families)
-        return 0 if plainest else 1 if is_fastest(contender) else 2
-
-    return sorted((contender for family in families for contender in family), key=weight)
-
-
-def checked_contenders(plan: Plan, device: torch.device) -> list[Contender]:
-    """The plain mode of the fast rung, then those that must train as it does."""
-    return contenders_with_bf16(plan, plan.modes, device, plan.check_flags)
-
-
-def check_name(label: str) -> str:
-    return f"{label} {'trains' if is_rounded(label) else 'trains as eager'}"
-
-
-def is_rounded(label: str) -> bool:
-    """Whether a mode computes in bfloat16."""
-    return label.endswith("bf16")
-
-
-def graph_checks() -> set[str]:
-    """The names of those that ``gpu_checks`` makes."""
-    from leanrl.tools.gpu_checks import CHECKS  # with the actor-learner scripts, which no other part of this needs
-
-    return {fn.__doc__ for fn in CHECKS}
-
-
-def log_of(contender: Contender, runs_dir: Path) -> Path:
-    """Where a checked run prints to."""
-    return runs_dir / f"{contender.label.replace(' --', '_')}.log"
-
-
-def against_eager(eager: Trial, trial: Trial) -> dict:
-    """One row: how far a mode's parameters are from eager's, in parts of the way between eager's two checkpoints.
-
-    bfloat16 rounds so coarsely that it leads to other actions: there it is enough that the parameters moved and are
-    finite.
-    """
-    row = {"check": check_name(trial.label), "passed": False}
-    for run in (eager, trial):
-        if run.failure:
-            return {**row, "detail": f"{run.label}: {run.failure}"}
-    (before, after), (ours_before, ours) = last_parameters(Path(eager.run_dir)), last_parameters(Path(trial.run_dir))
-    error = ((ours - after).norm() / (after - before).norm()).item()
-    detail = "bit for bit" if torch.equal(ours, after) else f"off by {error:.1e} of the way"
-    moved = math.isfinite(error) and not torch.equal(ours, ours_before)
-    return {**row, "passed": moved and (is_rounded(trial.label) or error <= TOLERANCE), "detail": detail}
-
-
-def last_parameters(run_dir: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """The networks of the last two checkpoints, one vector each."""
-    vectors = []
-    for path in reversed(list_checkpoints(run_dir / "checkpoints")):
-        _, state = load_checkpoint(path, {})
-        networks = [part for name, part in state["script"].items() if name in NETWORKS]
-        vectors.append(torch.cat([leaf.double().flatten() for leaf in tree_leaves(networks)]))
-    first, last = vectors
-    return first, last
 
 
 # ------------------------------------------------------------------------------------------------------------ SPEEDS
@@ -302,26 +164,10 @@ def measured_contenders(plan: Plan, device: torch.device) -> list[Contender]:
     return contenders
 
 
-def contenders_with_bf16(
-    plan: Plan, entries: Sequence[str], device: torch.device, flags: Sequence[str]
-) -> list[Contender]:
-    """Those of ``entries``, then those of them that ``plan`` wants in bfloat16 too."""
-    contenders = contenders_of(entries, "algorithms", device, fast_flags=flags, reference_flags=flags)
-    rounded = [entry for entry in entries if entry in plan.bf16_modes]
-    if rounded:
-        contenders += contenders_of(rounded, "algorithms", device, flags, flags, amp=["bf16"])
-    return contenders
-
-
 def counts_most(plan: Plan, contender: Contender) -> bool:
     """Whether a contender is measured before others: the plainest of its algorithm, and the fastest."""
     plainest = plan.reference or parse_entry(plan.modes[0], "algorithms")[0]
     return contender.label == plainest or is_fastest(contender)
-
-
-def is_fastest(contender: Contender) -> bool:
-    """Whether a contender has all that its script can do for speed."""
-    return "--compile --cudagraphs" in contender.label
 
 
 class GpuLoad:
@@ -348,14 +194,9 @@ class GpuLoad:
 
     def _watch(self) -> None:
         try:
-            import pynvml
-
-            pynvml.nvmlInit()
-            handle = pynvml.nvmlDeviceGetHandleByIndex(self._device.index)
             while not self._stop.wait(LOAD_SECONDS):
-                busy = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
-                used = pynvml.nvmlDeviceGetMemoryInfo(handle).used / 1e6
-                self.points.append((time.monotonic() - self._start, float(busy), used))
+                busy, used = torch.cuda.utilization(self._device), torch.cuda.device_memory_used(self._device)
+                self.points.append((time.monotonic() - self._start, float(busy), used / 1e6))
         except Exception as error:  # no package, no driver library, a counter that this GPU does not have
             tell_once(f"GPU utilisation is not recorded ({type(error).__name__}: {error})")
 
@@ -411,11 +252,11 @@ class Results:
         self.parts: list[dict] = []
         self.parts_atari: list[dict] = []
 
-    def take_up(self) -> None:
-        """Goes on with what an earlier call has left in ``out``, but for what failed there.
+    def take_up(self, plans: Sequence[Plan]) -> None:
+        """Goes on with what an earlier call has left in ``out``, but for what failed there and these plans do again.
 
         Raises:
-            UsageError: that was another commit, or another GPU.
+            UsageError: that was another commit, or another GPU; or no one knows what the scripts were.
         """
         record = read_json(self._out / "gpu.json")
         if not record:
@@ -427,20 +268,39 @@ class Results:
         if ours != theirs:
             what = " on ".join(str(value) for value in theirs.values())
             raise UsageError(f"--out {self._out}: its gpu.json is of {what}; go on there, or take another folder")
-        self.checks = [row for row in record["checks"] if row["passed"]]
+        if ours["git_commit"] is None or ours["git_commit"].endswith("-dirty"):
+            what = "the scripts may have changed since its gpu.json: commit them, or name the commit in GIT_COMMIT"
+            raise UsageError(f"--out {self._out}: {what}; or take another folder")
+        again = graph_checks().union(*(training_checks(plan, self.device) for plan in plans))
+        others = self._expected_checks() - again
+        self.checks = [row for row in record["checks"] if row["passed"] or row["check"] in others]
+        again = {contender.label for plan in plans for contender in measured_contenders(plan, self.device)}
         for run in record["runs"]:
             load = run.pop("load")
             trial = Trial(**run)
-            if not trial.failure:
+            if not trial.failure or trial.label not in again:
                 self.trials.append(trial)
                 self.load.append(load)
         self.envpool, self.parts, self.parts_atari = (record[key] for key in ("envpool", "parts", "parts_atari"))
+
+    def report(self, row: dict) -> None:
+        """Takes a check's row, in place of an earlier one of its name; prints and writes it."""
+        print(f"{'passed' if row['passed'] else 'FAILED'}: {row['check']}: {row['detail']}", flush=True)
+        if "output" in row:
+            print(row["output"], flush=True)
+        self.checks = [known for known in self.checks if known["check"] != row["check"]] + [row]
+        self.write()
+
+    @property
+    def passed_checks(self) -> set[str]:
+        """The names of those."""
+        return {row["check"] for row in self.checks if row["passed"]}
 
     @property
     def passed(self) -> bool:
         """Whether all checks passed and no measured run failed, but for those that the time has cut off."""
         return all(row["passed"] for row in self.checks) and not any(
-            trial.failure and trial.failure not in CUT_OFF for trial in self.trials
+            trial.failure and not trial.was_cut_off for trial in self.trials
         )
 
     def step_of(self, label: str) -> dict[str, float]:
@@ -489,7 +349,7 @@ class Results:
     def text(self) -> str:
         """The checks that failed, a table of speeds for each algorithm, and the parts."""
         failed = [row for row in self.checks if not row["passed"]]
-        missing = self._missing_checks()
+        missing = self._expected_checks() - {row["check"] for row in self.checks}
         pieces = [describe_machine(benchmark_record("gpu", self.device)["machine"])]
         for plan, labels in zip(self._plans, self._labels, strict=True):
             rows = self._rows(labels)
@@ -506,12 +366,9 @@ class Results:
             summary += f", {len(missing)} not run yet"
         return "\n\n".join([*pieces, "\n".join([summary, *(f"FAILED: {r['check']}: {r['detail']}" for r in failed)])])
 
-    def _missing_checks(self) -> set[str]:
-        """Those that have neither passed nor failed yet."""
-        expected = graph_checks()
-        for plan in self._plans:
-            expected |= {check_name(contender.label) for contender in checked_contenders(plan, self.device)[1:]}
-        return expected - {row["check"] for row in self.checks}
+    def _expected_checks(self) -> set[str]:
+        """The names of all that there are."""
+        return graph_checks().union(*(training_checks(plan, self.device) for plan in self._plans))
 
     def draw(self) -> None:
         """gpu.png: bars of steps per second, one panel an algorithm; load.png; parts.png and parts_atari.png."""

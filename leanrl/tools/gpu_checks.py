@@ -234,6 +234,8 @@ def actor_learner_run(device: torch.device, cudagraphs: bool, collectives: type[
             cleanba_ppo.main(args)
         except SystemExit as end:
             require(not end.code, "the run failed")
+    if json.loads((run_dir / "summary.json").read_text())["interrupted"]:
+        raise KeyboardInterrupt  # it took the signal that was meant for this process
     (*_, newest) = sorted((run_dir / "checkpoints").iterdir())
     return load_checkpoint(newest, {})[1]
 
@@ -261,11 +263,20 @@ def actor_threads(device: torch.device) -> None:
     require(beside > len(updates) // 2, f"the actors played beside {beside} of {len(updates)} updates only")
 
 
+def works(device: torch.device) -> bool:
+    """Whether a device still computes: after some errors, as an illegal address, it does not in their process."""
+    try:
+        torch.cuda.synchronize(device)
+        return torch.ones(1, device=device).item() == 1.0
+    except Exception:
+        return False
+
+
 @torch.no_grad()
 def main(path: Path) -> None:
     """Runs every check and writes after each what is known so far."""
     device = torch.device("cuda", 0)
-    results, broken = [], False
+    results = []
     for fn in CHECKS:
         gc.collect()  # the last check's graphs: one that is destroyed in a capture invalidates it
         start = time.perf_counter()
@@ -275,11 +286,10 @@ def main(path: Path) -> None:
         except (Exception, SystemExit) as error:  # whatever goes wrong on a machine is a finding
             traceback.print_exc()
             passed, detail = False, " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            broken = isinstance(error, torch.AcceleratorError)
         results.append({"check": fn.__doc__, "passed": passed, "detail": detail})
         path.write_text(json.dumps(results))
-        if broken:
-            print("the device takes no more work from this process: the checks after this one are not run")
+        if not passed and not works(device):
+            print("the device does no more work for this process: the checks after this one are not run")
             break
 
 

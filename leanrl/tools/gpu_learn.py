@@ -14,7 +14,7 @@ from leanrl.support.run import write_json_atomically
 from leanrl.support.tracking import read_metrics
 from leanrl.tools import compare
 from leanrl.tools.common import COLORS, benchmark_record, clean, describe_machine, markdown_table, mean_std, new_figure
-from leanrl.tools.trials import REPOSITORY, Deadline, Trial, end_of, run_child
+from leanrl.tools.trials import REPOSITORY, STOPPED, Deadline, Trial, end_of, run_child
 
 Learning = Literal["sac", "td3", "pong", "breakout"]
 
@@ -123,20 +123,19 @@ def write(trials: Sequence[Trial], device: torch.device, out: Path) -> str:
 
 
 def learn_on(name: Learning, seed: int, runs_dir: Path, deadline: Deadline) -> int:
-    """One run from its last checkpoint, or from the start; its exit code, 0 where there is nothing or no time to do."""
+    """One run from its last checkpoint, or from the start; its exit code, 0 where nothing or no time is left."""
     task, run_name = TASKS[name], f"{name}__{seed}"
-    if deadline.seconds_left <= 0:
+    if deadline.seconds_left <= 0 or state_of(learned(name, seed, None, runs_dir)) == "done":
         return 0
     command = [sys.executable, str(REPOSITORY / "leanrl" / f"{task.script}.py"), f"--total-timesteps={task.timesteps}"]
     if (runs_dir / run_name / "args.json").exists():
-        if task.is_learned(runs_dir / run_name):
-            return 0
         command += ["--resume", str(runs_dir / run_name)]
     else:
         command += [f"--env-id={task.env_id}", f"--seed={seed}", f"--runs-dir={runs_dir}", f"--run-name={run_name}"]
         command += LEARNING_FLAGS
     code, _ = run_child(command, Enough(deadline, task, runs_dir / run_name), runs_dir / f"{run_name}.log")
-    return code
+    # In its first seconds, imports and compilation, a run has nothing to lose.
+    return 0 if deadline.seconds_left <= 0 and code in STOPPED else code
 
 
 def learned(name: Learning, seed: int, exit_code: int | None, runs_dir: Path) -> Trial:

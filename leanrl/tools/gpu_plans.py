@@ -1,13 +1,16 @@
 """What ``leanrl.tools.gpu`` checks and measures, algorithm by algorithm."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
+
+import torch
 
 from leanrl.sebulba.args import SebulbaArgs
 from leanrl.support.devices import available_cores
 from leanrl.tools import parts_atari
 from leanrl.tools.parts import in_process
-from leanrl.tools.trials import Deadline
+from leanrl.tools.trials import Contender, Deadline, contenders_of
 
 Algorithm = Literal["sac", "td3", "ppo", "ppo_atari", "cleanba_ppo", "cleanba_impala", "dqn"]
 
@@ -135,3 +138,19 @@ PLANS: dict[Algorithm, Plan] = {
         part_modes=("dqn_torchcompile:compile+cudagraphs",),
     ),
 }
+
+
+def contenders_with_bf16(
+    plan: Plan, entries: Sequence[str], device: torch.device, flags: Sequence[str]
+) -> list[Contender]:
+    """Those of ``entries``, then those of them that ``plan`` wants in bfloat16 too."""
+    contenders = contenders_of(entries, "algorithms", device, fast_flags=flags, reference_flags=flags)
+    rounded = [entry for entry in entries if entry in plan.bf16_modes]
+    if rounded:
+        contenders += contenders_of(rounded, "algorithms", device, flags, flags, amp=["bf16"])
+    return contenders
+
+
+def is_fastest(contender: Contender) -> bool:
+    """Whether a contender has all that its script can do for speed."""
+    return "--compile --cudagraphs" in contender.label

@@ -157,6 +157,7 @@ def in_process(fn: Callable, *args, deadline: Deadline | None = None) -> dict:
                 raise SystemExit("the time was up")
         finally:
             process.kill()
+            process.join()
         if process.exitcode:
             raise SystemExit(process.exitcode)
         return json.loads(result.read_text())

@@ -74,7 +74,7 @@ class Args:
     env_id: str = "Breakout-v5"
     """the game"""
     iterations: int = 10
-    """rollouts with their updates, of which the parts are the mean"""
+    """rollouts with their updates, of which the parts are the mean; a reference's first one is left out"""
     runs_dir: str = "runs"
     """folder of the default --out"""
     out: str | None = None

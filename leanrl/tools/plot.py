@@ -495,9 +495,12 @@ def main(args: Args) -> int:
                 raise bad("env_ids", env_id, f"no run has it; there are {', '.join(known)}")
         curves = [curve for curve in curves if curve.env_id in args.env_ids]
     if args.max_steps is not None:
-        curves = [curve for curve in (curve.until(args.max_steps) for curve in curves) if len(curve.values)]
-        if not curves:
+        drawn = [curve for curve in (curve.until(args.max_steps) for curve in curves) if len(curve.values)]
+        if not drawn:
             raise bad("max_steps", args.max_steps, "is before the first log point")
+        if len(drawn) < len(curves):
+            warn(f"{len(curves) - len(drawn)} of {len(curves)} runs left out: no log point before --max-steps")
+        curves = drawn
     groups = group_curves(curves, args.labels)
     warn_of_weaknesses(groups)
 

@@ -39,6 +39,9 @@ RESERVED_FLAGS = ("--total-timesteps", "--seed", "--run-name", "--runs-dir", "--
 # A child asked to stop finishes its update first, or its compilation; past this it is killed.
 STOP_SECONDS = 20
 
+# The exit codes of a child that was ended before it could end by itself.
+STOPPED = {-signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGTERM}
+
 # How much is shown of the output of a run that failed: a whole traceback, mostly.
 LOG_LINES = 60
 
@@ -108,6 +111,11 @@ class Trial:
         if not self.summary:
             return "no summary.json"
         return "interrupted" if self.summary["interrupted"] else None
+
+    @property
+    def was_cut_off(self) -> bool:
+        """Whether it was stopped, as at the end of the time, before it had done all of its steps."""
+        return self.exit_code in STOPPED or self.failure == "interrupted"
 
 
 # ------------------------------------------------------------------------------------------------------------ ENTRIES
