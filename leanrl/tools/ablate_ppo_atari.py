@@ -10,6 +10,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -216,17 +217,18 @@ def atari_memory():
     yield from whole_runs("freed memory kept", "keep=False")
 
 
-def whole_runs(trick: str, without: str) -> Iterator[Pair]:
-    """Training in processes of their own; ``without`` are arguments of ``time_run``."""
+def whole_runs(trick: str, without: str = "", with_it: str = "") -> Iterator[Pair]:
+    """Training in processes of their own; the two sides' arguments of ``time_run``."""
     with tempfile.TemporaryDirectory() as cache:
         for amp in ("none", "bf16"):
-            calls = f"time_run({amp!r}, {without})", f"time_run({amp!r})"
+            calls = (f"time_run({amp!r}, {arguments})" for arguments in (without, with_it))
             sides = (partial(printed_by_process, __name__, call, cache) for call in calls)
             yield Pair(f"{trick}: training, {amp.replace('none', 'float32')}", *sides, RUN_STEPS, RUN_STEPS)
 
 
-def time_run(amp: str, keep: bool = True, acting_threads: int = 1) -> None:
+def time_run(amp: str, keep: bool = True, acting_threads: int = 1, num_env_groups: int = 1) -> None:
     """Prints the seconds of RUN_STEPS environment steps of the fast rung, compiled."""
+    args = fast.Args(compile=True, amp=amp, num_env_groups=num_env_groups, total_timesteps=RUN_STEPS)
     if not keep:
         fast.keep_freed_memory = lambda: None
     if acting_threads > 1:
@@ -234,7 +236,7 @@ def time_run(amp: str, keep: bool = True, acting_threads: int = 1) -> None:
         torch.set_num_threads = lambda num_threads: set_num_threads(max(num_threads, acting_threads))
     with tempfile.TemporaryDirectory() as folder:
         with redirect_stdout(io.StringIO()):
-            fast.main(fast.Args(compile=True, amp=amp, total_timesteps=RUN_STEPS, runs_dir=folder, run_name="run"))
+            fast.main(replace(args, runs_dir=folder, run_name="run"))
         print(RUN_STEPS / json.loads((Path(folder) / "run" / "summary.json").read_text())["sps"])
 
 
@@ -377,6 +379,7 @@ def atari_groups():
     for amp in ("none", "bf16"):
         trick = f"two groups of environments in turn, {amp.replace('none', 'float32')}: playing"
         yield pair(trick, playing(amp=amp), playing(num_groups=2, amp=amp))
+    yield from whole_runs("two groups of environments in turn", with_it="num_env_groups=2")
 
 
 @row_of(ATARI)

@@ -263,6 +263,7 @@ def draw(rows: Sequence[dict]):
         axes.text(0, i - 0.22, f"{row['who']}, {row['num_envs']} environments", va="bottom", fontsize=10)
     axes.set_ylim(len(rows) - 0.55, -0.75)
     axes.set_yticks([])
+    axes.spines["left"].set_visible(False)  # the rows' names begin there
     axes.set_title("Microseconds per environment step", loc="left")
     clean(axes)
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
