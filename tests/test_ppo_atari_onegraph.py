@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 import leanrl.ppo_atari_envpool_onegraph as onegraph
 import leanrl.ppo_atari_envpool_torchcompile as sibling
 from leanrl.support.evaluation import play
-from leanrl.tools.gpu import last_parameters
+from leanrl.tools.gpu_equality import last_parameters
 
 NAMES = {"onegraph": "ppo_atari_envpool_onegraph", "sibling": "ppo_atari_envpool_torchcompile"}
 

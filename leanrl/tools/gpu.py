@@ -55,7 +55,7 @@ from leanrl.tools.trials import (
 )
 
 # The share of --seconds that the checks may take; what is kept for the parts at the end, and what one of them may take.
-CHECK_SHARE, PARTS_SECONDS, PART_SECONDS = 0.4, 75.0, 50.0
+CHECK_SHARE, PARTS_SECONDS, PART_SECONDS = 0.4, 110.0, 35.0
 PART_STEPS, PART_ITERATIONS = 500, 10
 LOAD_SECONDS = 0.2
 
@@ -106,7 +106,7 @@ def main(args: Args) -> int:
     end_of_checks = Deadline(end.at - (1 - CHECK_SHARE) * args.seconds)
     check(plans, device, runs_dir, end_of_checks, results.passed_checks, results.report)
     # What the checks did not use is for the speeds.
-    kept = PARTS_SECONDS if results.missing_parts(plans) and args.seconds >= 4 * PARTS_SECONDS else 0.0
+    kept = PARTS_SECONDS if results.missing_parts(plans) and args.seconds >= 3 * PARTS_SECONDS else 0.0
     measure(plans, args.rounds, device, runs_dir, Deadline(end.at - kept), results)
     take_apart(plans, end, results)
     results.write()

@@ -77,6 +77,7 @@ def off_policy(script: str) -> Plan:
         OFF_POLICY_CHECK,
         steps=(3_000, 20_000),
         flags=("--learning-starts=1000",),
+        expected_seconds=45.0,
         part_modes=tuple(f"{script}_{rung}:compile+cudagraphs" for rung in ("torchcompile", "onegraph")),
     )
 

@@ -184,7 +184,9 @@ def observe_run(script: str, flags: list[str], what: str) -> dict:
 
         def start_clock(self) -> None:
             watch.close()
-            found["watched"] = watch.enter_context(watchers[what]())
+            # Nothing before its last start is watched: CUDA 13's profiler may lose the kernels of a second session.
+            if self.global_step >= getattr(self.args, "learning_starts", 0):
+                found["watched"] = watch.enter_context(watchers[what]())
             super().start_clock()
 
         def finish(self, *args, **kwargs) -> dict:
@@ -245,7 +247,11 @@ def flop_counter():
 
 
 def by_part(profile: torch.profiler.profile, steps: int, seconds: float, device_type: str) -> dict[str, float]:
-    """Microseconds of a step in each of KINDS, on a GPU in other kernels too, and the rest."""
+    """Microseconds of a step in each of KINDS, on a GPU in other kernels too, and the rest.
+
+    Raises:
+        SystemExit: no kernel of a GPU is in the profile.
+    """
     on_gpu = device_type == "cuda"
     parts = dict.fromkeys([*KINDS, OTHER_KERNELS] if on_gpu else KINDS, 0.0)
     for event in profile.key_averages():
@@ -258,6 +264,8 @@ def by_part(profile: torch.profiler.profile, steps: int, seconds: float, device_
             parts[kind or OTHER_KERNELS] += event.self_device_time_total / steps
         elif kind is not None and not on_gpu:
             parts[kind] += event.self_cpu_time_total / steps
+    if on_gpu and sum(parts.values()) == parts["environment"]:
+        raise SystemExit("the profiler saw no kernel")
     parts[REST] = max(0.0, 1e6 * seconds / steps - sum(parts.values()))
     return parts
 
