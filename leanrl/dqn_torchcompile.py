@@ -93,7 +93,7 @@ class Args(RunArgs):
     learning_starts: int = 10_000
     """environment steps before the first update"""
     updates_per_step: float = 0.1
-    """updates per transition: N environments, which make N of them at a step, get N times as many"""
+    """updates per environment step, those that only reset one included: N environments get N times as many"""
 
 
 def validate(args: Args) -> None:

@@ -1,6 +1,8 @@
 """What the off-policy scripts promise: exact resumption, a replay of what happened, updates as the schedule says."""
 
+import gc
 import shutil
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
@@ -77,6 +79,24 @@ def test_resume_of_a_compiled_run_is_exact(script, tmp_path):
     newest.unlink()
     assert start_process(script, "--resume", run_dir).wait(timeout=300) == 0
     assert_same_run(run_dir, straight)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's list of mapped files")
+@pytest.mark.parametrize("script", OFF_POLICY)
+def test_a_resumed_run_lets_its_checkpoint_go(script, tmp_path, monkeypatch):
+    """Mapped into memory, it would take as much as the replay again."""
+    flags = [*tiny(script), "--total-timesteps=400", f"--runs-dir={tmp_path}", "--run-name=run"]
+    assert run_until(script, 200, *flags) == 0
+    mapped = []
+
+    def checkpoint_due(self):
+        gc.collect()
+        mapped.extend(line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line)
+        return False
+
+    monkeypatch.setattr(Run, "checkpoint_due", checkpoint_due)
+    assert run(script, "--resume", tmp_path / "run", "--total-timesteps=210") == 0
+    assert not mapped
 
 
 @pytest.mark.parametrize("script", OFF_POLICY)

@@ -32,6 +32,13 @@ def test_one_update_every_ten_steps():
     assert [step for step in range(1, 100_000) if schedule.due(step)] == list(range(110, 100_000, 10))
 
 
+def test_no_update_is_lost_in_a_long_run():
+    """1.4 updates for each of 5 environments are 7 a step, also where 1.4 in floating point has lost one."""
+    schedule = UpdateSchedule(5, 0, 1.4)
+    assert {schedule.due(step) for step in range(20_971_000, 20_972_000, 5)} == {7}
+    assert schedule.owed(10**15) == 14 * 10**14
+
+
 @pytest.mark.parametrize("policy_frequency", [1, 2, 3])
 @pytest.mark.parametrize("updates_per_step, num_envs, starts", CASES)
 def test_patterns_are_those_that_occur(updates_per_step, num_envs, starts, policy_frequency):

@@ -1,6 +1,7 @@
 """What off-policy scripts check, save and resume alike."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 
 import torch
 from gymnasium.vector import VectorEnv
@@ -57,15 +58,18 @@ class OffPolicyState:
 
         The environments are left to ``start_envs``. Without a saved replay a new one is filled before the next update.
         """
-        args, saved = self._args, run.resumed
+        args = self._args
         learning_starts = args.learning_starts
-        if saved is not None:
+        if run.resumed is not None:
+            replay = run.resumed.pop("replay")
+            # The file stays mapped, with all of its replay, as long as a tensor of it is used: optimisers keep those.
+            saved = run.resumed = deepcopy(run.resumed)
             for name, part in self._parts.items():
                 if isinstance(part, torch.Tensor):
                     part.detach().copy_(saved[name])
                 else:
                     part.load_state_dict(saved[name])
-            if (replay := saved.pop("replay")) is not None:  # a second replay would be kept to the run's end
+            if replay is not None:
                 self._replay.load_state_dict(replay)
             else:
                 # num_envs: the first steps may only reset their environments, and there must be something to sample.

@@ -79,7 +79,7 @@ class FlatAdam(FlatParameters):
     def state_dict(self) -> dict:
         """In ``torch.optim.Adam``'s format."""
         averages = self.unflatten(self.exp_avg.clone()), self.unflatten(self.exp_avg_sq.clone())
-        step = self.num_steps[0].to(torch.float32).cpu()
+        step = self.num_steps[0].cpu()  # float64: float32 counts to 2**24
         state = {
             i: {"step": step.clone(), "exp_avg": averages[0][name], "exp_avg_sq": averages[1][name]}
             for i, name in enumerate(self.names)
@@ -128,7 +128,7 @@ class FlatRMSProp(FlatParameters):
 
     def state_dict(self) -> dict:
         """In ``torch.optim.RMSprop``'s format."""
-        step = self.num_steps[0].to(torch.float32).cpu()
+        step = self.num_steps[0].cpu()
         averages = self.unflatten(self.square_avg.clone())
         state = {i: {"step": step.clone(), "square_avg": averages[name]} for i, name in enumerate(self.names)}
         group = {"lr": self.lr.item(), "alpha": self.alpha, "eps": self.eps, "params": list(range(len(self.names)))}

@@ -13,6 +13,7 @@ import sys
 import time
 from collections import deque
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
@@ -190,7 +191,7 @@ class Run:
         self._earlier_seconds = counters["wall_seconds"]
         self._returns.extend(counters["last_returns"])
         self._new_returns, self._new_lengths = counters["new_returns"], counters["new_lengths"]
-        self._rng = content["rng"]
+        self._rng = deepcopy(content["rng"])  # not a part of the file, which stays mapped as long as one is used
         return content["script"]
 
     def restore_rng(self) -> None:

@@ -1,10 +1,13 @@
 """How many updates an off-policy run owes after each step of its environments."""
 
 import math
+from fractions import Fraction
 
 
 class UpdateSchedule:
     """``updates_per_step`` updates for each step of one environment, from step ``starts`` on.
+
+    In whole numbers: 1.4 are 7 updates every 5 steps, however long the run.
 
     Args:
         num_envs: environments stepped together, so steps that pass at once.
@@ -15,7 +18,8 @@ class UpdateSchedule:
     def __init__(self, num_envs: int, starts: int, updates_per_step: float) -> None:
         self.num_envs = num_envs
         self.starts = starts
-        self.updates_per_step = updates_per_step
+        # As it was typed: the float 1.4 is a little less than 7 / 5.
+        self.updates, self.steps = Fraction(str(updates_per_step)).as_integer_ratio()
 
     def due(self, global_step: int) -> int:
         """Updates to take now that ``global_step`` environment steps are done."""
@@ -31,14 +35,13 @@ class UpdateSchedule:
         Args:
             policy_frequency: every so many updates train the actor.
         """
-        mean = self.num_envs * self.updates_per_step
+        mean = Fraction(self.num_envs * self.updates, self.steps)
         # The step that reaches ``starts`` owes nothing, or a part where it goes beyond.
         first = max(1, math.ceil(self.starts / self.num_envs)) * self.num_envs
-        counts = {0, self.due(first), math.floor(mean + 1e-9), math.ceil(mean - 1e-9)}
+        counts = {0, self.due(first), math.floor(mean), math.ceil(mean)}
         flags = [n % policy_frequency == 0 for n in range(1, 2 * policy_frequency + max(counts))]
         return {tuple(flags[start : start + n]) for n in counts for start in range(policy_frequency)}
 
     def owed(self, global_step: int) -> int:
         """Updates from the start of the run to ``global_step`` environment steps."""
-        # 1e-9: 30 * 0.1 must be 3 updates, and 0.7 / 0.1 steps 7, whichever way their floats fall.
-        return math.floor(max(0, global_step - self.starts) * self.updates_per_step + 1e-9)
+        return max(0, global_step - self.starts) * self.updates // self.steps
