@@ -77,7 +77,7 @@ class Args(RunArgs):
     learning_starts: int = 10_000
     """environment steps before the first update"""
     updates_per_step: float = 0.1
-    """updates per environment step, those that only reset one included: N environments get N times as many"""
+    """updates per environment step, N for N environments that step together; resets count as steps"""
 
 
 def validate(args: Args) -> None:

@@ -72,7 +72,7 @@ class Args(RunArgs):
     learning_starts: int = 5_000
     """environment steps with random actions before the first update"""
     updates_per_step: float = 1.0
-    """updates of the critics per environment step, those that only reset one included: N environments get N times as many"""
+    """updates of the critics per environment step, N for N environments that step together; resets count as steps"""
     policy_frequency: int = 2
     """train the actor after so many updates of the critics, and then as many times in a row"""
     target_network_frequency: int = 1

@@ -84,7 +84,7 @@ class Args(RunArgs):
     learning_starts: int = 25_000
     """environment steps with random actions before the first update"""
     updates_per_step: float = 1.0
-    """updates of the critics per environment step, those that only reset one included: N environments get N times as many"""
+    """updates of the critics per environment step, N for N environments that step together; resets count as steps"""
     policy_frequency: int = 2
     """updates of the critics for each update of the actor and the targets"""
     policy_noise: float = 0.2
