@@ -13,7 +13,16 @@ import tyro
 
 from leanrl.support.errors import UsageError, bad, changed_fields, typed
 
-MAY_CHANGE_ON_RESUME = {"total_timesteps", "device", "compile", "cudagraphs", "track", "checkpoint_every", "resume"}
+MAY_CHANGE_ON_RESUME = {
+    "total_timesteps",
+    "device",
+    "compile",
+    "cudagraphs",
+    "one_graph",
+    "track",
+    "checkpoint_every",
+    "resume",
+}
 
 
 @dataclasses.dataclass

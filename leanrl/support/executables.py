@@ -70,7 +70,8 @@ class CompiledStep:
             # Functions made by one factory share their code: Dynamo takes each for a recompilation of the first, and
             # would refuse the ninth. So many may be compiled in all.
             limit = torch._dynamo.config.accumulated_recompile_limit
-            with torch._dynamo.config.patch(recompile_limit=limit):
+            # trace_autograd_ops: .backward() is a part of the graph.
+            with torch._dynamo.config.patch(recompile_limit=limit, trace_autograd_ops=True):
                 result = self._first_call(*args)
             # Where the arguments and the result stand among the graph's inputs and outputs.
             places = [[i for i, x in enumerate(self._inputs) if x is arg] for arg in args]
@@ -129,10 +130,10 @@ def make_executable(
 def untouched(tensors: Iterable[torch.Tensor], device: torch.device):
     """Puts ``tensors`` (in place, at the same addresses) and PyTorch's random generators back on exit."""
     tensors = list(tensors)
-    copies = [tensor.clone() for tensor in tensors]
+    copies = [tensor.detach().clone() for tensor in tensors]
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             yield
     finally:
         for tensor, copy in zip(tensors, copies, strict=True):
-            tensor.copy_(copy)
+            tensor.detach().copy_(copy)
