@@ -37,7 +37,7 @@ from leanrl.support.run import Run
 
 COMMON_FLAGS = {
     *("--env-id", "--total-timesteps", "--seed", "--num-envs", "--device", "--amp", "--track", "--run-name"),
-    *("--runs-dir", "--checkpoint-every", "--resume", "--save-model", "--capture-video"),
+    *("--runs-dir", "--checkpoint-every", "--max-seconds", "--resume", "--save-model", "--capture-video"),
 }
 FAST_FLAGS = {"--compile", "--no-compile", "--cudagraphs", "--no-cudagraphs"}
 
@@ -76,6 +76,7 @@ def refused(script, tmp_path, capsys):
 BAD_FLAGS = [
     *[[flag, "0"] for flag in ("--num-envs", "--total-timesteps", "--checkpoint-every", "--num-threads")],
     *[["--gamma", value] for value in ("1.5", "-0.1", "nan")],
+    *[["--max-seconds", value] for value in ("0.0", "-1.0", "nan", "inf")],
     ["--seed", "-1"],
     ["--env-id", "HalfCheeta-v5"],
 ]

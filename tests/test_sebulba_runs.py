@@ -288,8 +288,13 @@ def test_stops_on_a_return_and_on_time(monkeypatch, tmp_path):
     assert (row["global_step"], row["charts/episodes"]) == (result["global_step"], result["episodes"])
     assert run_alone(monkeypatch, "cleanba_ppo", *tiny(tmp_path / "time", *flags, "--max-seconds=2")) == 0
     result = summary(tmp_path / "time" / "run")
-    assert 2 <= result["wall_seconds"] < 10 and not result["interrupted"]
+    assert 2 <= newest_checkpoint(tmp_path / "time" / "run")[1]["run"]["training_seconds"] <= result["wall_seconds"]
+    assert result["global_step"] > 0 and not result["interrupted"]
     assert [row["global_step"] for row in read_metrics(tmp_path / "time" / "run")] == [result["global_step"]]
+    assert run_alone(monkeypatch, "cleanba_ppo", "--resume", tmp_path / "time" / "run", "--max-seconds=3") == 0
+    assert newest_checkpoint(tmp_path / "time" / "run")[1]["run"]["training_seconds"] >= 3
+    assert summary(tmp_path / "time" / "run")["global_step"] > result["global_step"]
+    assert not summary(tmp_path / "time" / "run")["interrupted"]
 
 
 # ---------------------------------------------------------------------------------------------------------- LAUNCHERS

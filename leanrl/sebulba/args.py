@@ -57,8 +57,6 @@ class SebulbaArgs(RunArgs):
     """updates between log points"""
     checksum_frequency: int = 100
     """updates between comparisons of the learners' parameters; a difference ends the run"""
-    max_seconds: float | None = None
-    """stop after this much wall clock, of all starts of the run together"""
     target_return: float | None = None
     """stop once the mean of the last 100 episodes reaches this"""
 

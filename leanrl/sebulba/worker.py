@@ -221,8 +221,9 @@ class Worker:
 
         def stop_requested() -> bool:
             nonlocal enough
+            stop = run.stop_requested  # before the other: the time may be up between the two
             enough = enough or _enough(run, args)
-            return enough or run.stop_requested
+            return enough or stop
 
         run.restore_rng()
         run.start_clock()
@@ -270,4 +271,4 @@ def _stop_threads(threads: list[ActorThread], source: ParamsSource | None) -> No
 def _enough(run: Run, args) -> bool:
     """Whether the run has reached what it was to reach, before its last step."""
     reached = args.target_return is not None and (run.episodes >= 100 and run.episodic_return >= args.target_return)
-    return reached or (args.max_seconds is not None and run.wall_seconds >= args.max_seconds)
+    return reached or run.time_is_up

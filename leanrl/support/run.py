@@ -149,7 +149,7 @@ class Run:
         self._new_lengths: list[int] = []
         self._identity = {"script": self.script, "env_id": args.env_id}
         self._started = time.perf_counter()
-        self._earlier_seconds = 0.0
+        self._earlier_seconds = self._earlier_training_seconds = 0.0
         self._clock_start: tuple[float, int] | None = None
         self._sps_before = 0.0
         self._stop = StopRequest()
@@ -176,6 +176,7 @@ class Run:
             if taken:
                 raise bad("run_name", args.run_name, f"{self.dir} exists; continue it with --resume {self.dir}")
         self._last_checkpoint = self._last_log = self.global_step
+        self._first_optimizer_step = self.optimizer_steps
 
     def _load(self) -> dict | None:
         read_args_json(self.dir)
@@ -188,6 +189,7 @@ class Run:
         self.optimizer_steps = counters["optimizer_steps"]
         self.episodes = counters["episodes"]
         self._earlier_seconds = counters["wall_seconds"]
+        self._earlier_training_seconds = counters.get("training_seconds", 0.0)  # not in older checkpoints
         self._returns.extend(counters["last_returns"])
         self._new_returns, self._new_lengths = counters["new_returns"], counters["new_lengths"]
         self._rng = content["rng"]
@@ -204,7 +206,7 @@ class Run:
         if self.args.resume is not None:
             # A later resume goes on to the same end. Everything else stays as the run was started.
             facts = read_args_json(self.dir)
-            facts["args"]["total_timesteps"] = self.args.total_timesteps
+            facts["args"] |= {name: arguments[name] for name in ("total_timesteps", "max_seconds")}
         try:
             write_json_atomically(self.dir / "args.json", facts)
         except OSError as error:
@@ -242,7 +244,7 @@ class Run:
             yield
         except Exception:
             # Ctrl-C reaches the C++ compiler too, whose end looks like an error here.
-            if errors_end or not self.stop_requested:
+            if errors_end or not self._stop.requested:
                 raise
         synchronize(self.device)
         self.warmup_seconds += time.perf_counter() - start
@@ -279,14 +281,34 @@ class Run:
         return self._earlier_seconds + time.perf_counter() - self._started
 
     @property
+    def training_seconds(self) -> float:
+        """Seconds since ``start_clock``, those of the starts before a resume included.
+
+        None of this start count before its first update: until then the clock may be started again.
+        """
+        if self.optimizer_steps == self._first_optimizer_step:
+            return self._earlier_training_seconds
+        return self._earlier_training_seconds + time.perf_counter() - self._clock_start[0]
+
+    @property
+    def _seconds_left(self) -> float:
+        """Of ``--max-seconds``; infinite without."""
+        return math.inf if self.args.max_seconds is None else self.args.max_seconds - self.training_seconds
+
+    @property
+    def time_is_up(self) -> bool:
+        """Whether ``--max-seconds`` of training have passed; the device is not synchronised."""
+        return self._seconds_left <= 0
+
+    @property
     def episodic_return(self) -> float | None:
         """Mean return of the last 100 training episodes, None before the first."""
         return float(np.mean(self._returns)) if self._returns else None
 
     @property
     def stop_requested(self) -> bool:
-        """Whether a signal asked the run to end after this update."""
-        return self._stop.requested
+        """Whether the run is to end after this update: a signal asked for it, or its time is up."""
+        return self._stop.requested or self.time_is_up
 
     def request_stop(self) -> None:
         """As a signal does: a process beside this one was asked to stop."""
@@ -319,7 +341,7 @@ class Run:
             self._progress.set_postfix_str(f"return {recent}, {sps:,.0f} sps", refresh=False)
             self._progress.update(self.global_step - self._progress.n)
         else:
-            left = (self.total_steps - self.global_step) / max(sps, 1e-9)
+            left = max(0.0, min((self.total_steps - self.global_step) / max(sps, 1e-9), self._seconds_left))
             say(f"step {self.global_step:,}/{self.total_steps:,}  return {recent}  {sps:,.0f} sps  {left:,.0f} s left")
 
     def log_due(self) -> bool:
@@ -341,6 +363,7 @@ class Run:
             "new_returns": self._new_returns,
             "new_lengths": self._new_lengths,
             "wall_seconds": self.wall_seconds,
+            "training_seconds": self.training_seconds,
         }
         content = {"script": state, "run": counters, "rng": rng_state(self.device)}
         save_checkpoint(self.dir / "checkpoints", self.global_step, self._identity, content)
@@ -385,12 +408,12 @@ class Run:
             "sps": sps,
             "wall_seconds": self.wall_seconds,
             "warmup_seconds": self.warmup_seconds,
-            "interrupted": self.stop_requested and self.global_step < self.total_steps,
+            "interrupted": self._stop.requested and self.global_step < self.total_steps,
         }
         write_json_atomically(self.dir / "summary.json", summary)
         if model is not None and (self.args.save_model or self.args.capture_video):
             self.save_model(model)
-        if model is not None and self.args.capture_video and not self.stop_requested:
+        if model is not None and self.args.capture_video and not self._stop.requested:
             self._stop.__exit__()  # all is saved: a signal may end the filming
             say("filming one episode")
             say(f"video: {record_video(self.dir)}")
