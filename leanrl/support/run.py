@@ -20,7 +20,7 @@ import torch
 
 from leanrl.support.checkpoints import load_last_checkpoint, save_atomically, save_checkpoint
 from leanrl.support.cli import read_args_json, run_directory
-from leanrl.support.devices import available_cores, cpu_name
+from leanrl.support.devices import available_cores, cpu_name, has_bf16_units
 from leanrl.support.errors import bad
 from leanrl.support.evaluation import record_video
 from leanrl.support.signals import StopRequest
@@ -216,6 +216,8 @@ class Run:
         self._tracker = Tracker(self.dir, arguments, self.args, resumed_at)
         self._stop.__enter__()
         if sys.stderr.isatty():
+        if self.args.amp == "bf16" and self.device.type == "cpu" and not has_bf16_units():
+            print("warning: --amp bf16: this processor has no bf16 units, float32 is faster on it", file=sys.stderr)
             from tqdm import tqdm
 
             # Without tqdm's own rate, which counts the warm-up (as its time left does, less and less).
