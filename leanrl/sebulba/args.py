@@ -69,6 +69,7 @@ class SebulbaArgs(RunArgs):
     """environments in all, filled in when the layout is known"""
 
     def __post_init__(self) -> None:
+        self.save_model = self.save_model or self.upload_model
         # Lists, where they come from args.json.
         self.actor_device_ids, self.learner_device_ids = tuple(self.actor_device_ids), tuple(self.learner_device_ids)
 

@@ -239,12 +239,10 @@ class Worker:
             records.close()
         # After an early stop the threads wait for what never comes: a stall, if saving takes long.
         stop_threads()
-        run.finish(state_dict())
-        if args.save_model or args.upload_model:
-            network = {name: getattr(args, name) for name in self._algorithm.network_flags}
-            run.save_model({"agent": agent.state_dict(), "network": network})
-            if args.upload_model:
-                print(f"model: {upload_run(run.dir, args.hf_entity)}", flush=True)
+        network = {name: getattr(args, name) for name in self._algorithm.network_flags}
+        run.finish(state_dict(), model={"agent": agent.state_dict(), "network": network})
+        if args.upload_model:
+            print(f"model: {upload_run(run.dir, args.hf_entity)}", flush=True)
 
 
 def _reporter(status: Status) -> Callable:

@@ -8,6 +8,7 @@ import math
 import os
 import platform
 import random
+import shlex
 import subprocess
 import sys
 import time
@@ -215,9 +216,9 @@ class Run:
         resumed_at = self.global_step if self.args.resume is not None else None
         self._tracker = Tracker(self.dir, arguments, self.args, resumed_at)
         self._stop.__enter__()
-        if sys.stderr.isatty():
         if self.args.amp == "bf16" and self.device.type == "cpu" and not has_bf16_units():
             print("warning: --amp bf16: this processor has no bf16 units, float32 is faster on it", file=sys.stderr)
+        if sys.stderr.isatty():
             from tqdm import tqdm
 
             # Without tqdm's own rate, which counts the warm-up (as its time left does, less and less).
@@ -419,4 +420,17 @@ class Run:
             self._stop.__exit__()  # all is saved: a signal may end the filming
             say("filming one episode")
             say(f"video: {record_video(self.dir)}")
+        if model is not None and self._progress is not None:
+            self._progress.close()
+            print(self._what_next(), file=sys.stderr)
         return summary
+
+    def _what_next(self) -> str:
+        """The last line on a terminal: the run directory, and what can be done with it."""
+        run_dir = shlex.quote(str(self.dir))
+        has_model = (self.dir / "model.pt").exists()
+        words = [f"play: ./run.sh evaluate {run_dir}" if has_model else "to play it, train with --save-model"]
+        if self.global_step < self.total_steps and self.stop_requested:
+            more_time = " --max-seconds None" if self.time_is_up else ""
+            words.append(f"go on: ./run.sh {self.script} --resume {run_dir}{more_time}")
+        return f"{self.dir}: {'; '.join(words)}"
