@@ -368,6 +368,9 @@ def test_mean_curve_covers_the_shared_range():
     x, y = compare.mean_curve([([0, 10, 20], [0.0, 10.0, 20.0]), ([10, 20, 30], [30.0, 40.0, 50.0])])
     assert x[0] == 10 and x[-1] == 20
     np.testing.assert_allclose(y, x + 10)
+    # As of two seeds whose compilation, at first without a cache, took longer than the other's run.
+    x, y = compare.mean_curve([([20, 25], [0.0, 10.0]), ([5, 10], [0.0, 20.0])])
+    assert len(x) == len(y) == 0
 
 
 def test_peers_table():

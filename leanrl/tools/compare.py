@@ -162,9 +162,9 @@ def learning_curve(trial: Trial, x_key: str, last_step: float = math.inf) -> tup
 
 
 def mean_curve(curves: Sequence[tuple[list[float], list[float]]]) -> tuple[np.ndarray, np.ndarray]:
-    """The mean of curves over the range that they share, by linear interpolation."""
+    """The mean of curves over the range that they share, by linear interpolation; empty where they share none."""
     start, end = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
-    grid = np.linspace(start, end, num=max(len(x) for x, _ in curves))
+    grid = np.linspace(start, end, num=max(len(x) for x, _ in curves) if start <= end else 0)
     return grid, np.mean([np.interp(grid, x, y) for x, y in curves], axis=0)
 
 
@@ -197,7 +197,7 @@ def draw_returns(
         curves = [curve for curve in curves if curve[0]]
         if len(curves) > 1:
             for curve in curves:
-                axes.plot(*curve, color=color, linewidth=0.8, alpha=0.3)
+                axes.plot(*curve, color=color, linewidth=0.8, alpha=0.3, marker="." if len(curve[0]) == 1 else "")
         if curves:
             x, y = mean_curve(curves)
             axes.plot(x, y, color=color, linewidth=2, marker="." if len(x) < 10 else "")
