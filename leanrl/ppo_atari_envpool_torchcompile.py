@@ -104,7 +104,7 @@ def validate(args: Args) -> None:
     require_at_least(args, 1, "total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs")
     require_at_least(args, 1, "num_threads", "num_env_groups", "checkpoint_every")
     require_at_least(args, 0, "seed", "clip_coef", "ent_coef", "vf_coef", "target_kl")
-    require_positive(args, "learning_rate", "max_grad_norm")
+    require_positive(args, "learning_rate", "max_grad_norm", "max_seconds")
     require_unit_interval(args, "gamma", "gae_lambda")
     if args.num_envs % args.num_env_groups:
         raise bad("num_env_groups", args.num_env_groups, f"must divide num_envs = {args.num_envs}")

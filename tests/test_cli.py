@@ -5,8 +5,10 @@ import importlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 import warnings
 from types import SimpleNamespace
 
@@ -22,6 +24,8 @@ from scripts import (
     SCRIPTS,
     files_in,
     run,
+    run_on_a_terminal,
+    run_until,
     start_process,
     summary,
     tiny,
@@ -37,7 +41,7 @@ from leanrl.support.run import Run
 
 COMMON_FLAGS = {
     *("--env-id", "--total-timesteps", "--seed", "--num-envs", "--device", "--amp", "--track", "--run-name"),
-    *("--runs-dir", "--checkpoint-every", "--resume", "--save-model", "--capture-video"),
+    *("--runs-dir", "--checkpoint-every", "--max-seconds", "--resume", "--save-model", "--capture-video"),
 }
 FAST_FLAGS = {"--compile", "--no-compile", "--cudagraphs", "--no-cudagraphs"}
 
@@ -76,6 +80,7 @@ def refused(script, tmp_path, capsys):
 BAD_FLAGS = [
     *[[flag, "0"] for flag in ("--num-envs", "--total-timesteps", "--checkpoint-every", "--num-threads")],
     *[["--gamma", value] for value in ("1.5", "-0.1", "nan")],
+    *[["--max-seconds", value] for value in ("0.0", "-1.0", "nan", "inf")],
     ["--seed", "-1"],
     ["--env-id", "HalfCheeta-v5"],
 ]
@@ -368,3 +373,31 @@ def test_default_run_name(script, tmp_path):
     assert run(script, *tiny(script), "--total-timesteps=64", "--runs-dir", tmp_path / "deep" / "runs") == 0
     (run_dir,) = (tmp_path / "deep" / "runs").iterdir()
     assert re.fullmatch(rf"{tiny_env(script)}__{script}__1__\d+", run_dir.name)
+
+
+@pytest.mark.parametrize("script", KINDS)
+def test_a_terminal_is_told_what_next(script, tmp_path, capsys):
+    """And the command that goes on does."""
+    ended, begun = tmp_path / "a run", tmp_path / "begun"
+    flags = [*tiny(script), "--runs-dir", tmp_path]
+    told = run_on_a_terminal(script, *flags, "--run-name=a run", "--total-timesteps=128", "--save-model")
+    assert told[0] == 0 and told[1][-1] == f"{ended}: play: ./run.sh evaluate '{ended}'", told
+
+    limit = ["--total-timesteps=100000000", "--max-seconds=0.5"]
+    code, lines = run_on_a_terminal(script, *flags, "--run-name=begun", *limit)
+    go_on = f"./run.sh {script} --resume {begun} --max-seconds None"
+    assert code == 0 and lines[-1] == f"{begun}: to play it, train with --save-model; go on: {go_on}", lines
+    end = summary(begun)["global_step"] + 128
+    assert run(script, *shlex.split(go_on)[2:], f"--total-timesteps={end}") == 0
+    assert summary(begun)["global_step"] == end
+    out, err = capsys.readouterr()  # which are no terminal
+    assert "./run.sh" not in out + err
+
+
+@pytest.mark.parametrize("script", KINDS[:1])
+def test_an_interrupted_run_goes_on(script, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    flags = [*tiny(script), "--total-timesteps=640", "--runs-dir", tmp_path, "--run-name=run"]
+    assert run_until(script, 128, *flags) == 0
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith(f"; go on: ./run.sh {script} --resume {tmp_path / 'run'}")

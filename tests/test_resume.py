@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -25,7 +26,8 @@ from scripts import (
     wait_until,
 )
 
-from leanrl.support.checkpoints import list_checkpoints, load_checkpoint
+from leanrl.support.checkpoints import list_checkpoints, load_checkpoint, load_last_checkpoint
+from leanrl.support.run import Run
 from leanrl.support.tracking import read_metrics
 
 TOTAL = ["--total-timesteps", 1920]  # as in finished_run
@@ -289,3 +291,61 @@ def test_a_run_may_move_to_another_device(script, run_dir):
 def test_checkpoints_hold_their_own_step(run_dir, script):
     path = list_checkpoints(run_dir / "checkpoints")[0]
     assert load_checkpoint(path, {"script": script, "env_id": tiny_env(script)})[0] == 1920
+
+
+@pytest.fixture
+def second_a_step(monkeypatch):
+    """A clock that a run's steps drive: a second passes at the end of each, of an on-policy script's each iteration."""
+    now, checkpoint_due = 0.0, Run.checkpoint_due
+
+    def tick(self) -> bool:
+        nonlocal now
+        now += 1.0
+        return checkpoint_due(self)
+
+    monkeypatch.setattr(Run, "checkpoint_due", tick)
+    monkeypatch.setattr("leanrl.support.run.time", SimpleNamespace(perf_counter=lambda: now))
+
+
+def test_max_seconds_end_a_run(script, tmp_path, second_a_step, monkeypatch, capsys):
+    """Of training alone, which begins with the first update; and of all starts together."""
+    run_dir = tmp_path / "run"
+
+    def expected_step(seconds: int) -> int:
+        # The first update is the warm-up's end: within the second that then passes.
+        return 64 * seconds if script in ON_POLICY else 55 + seconds
+
+    flags = [*tiny(script), "--total-timesteps=6400", "--save-model", "--runs-dir", tmp_path, "--run-name=run"]
+    assert run(script, *flags, "--max-seconds=9") == 0
+    result = summary(run_dir)
+    assert result["global_step"] == expected_step(9) and not result["interrupted"] and result["sps"] > 0
+    assert newest_checkpoint(run_dir)[0] == result["global_step"] and (run_dir / "model.pt").exists()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    if script in ON_POLICY:  # the second of an iteration passes after its line
+        assert [line.split("  ")[-1] for line in lines[1:]] == [f"{left} s left" for left in range(8, 0, -1)]
+
+    assert run(script, "--resume", run_dir) == 0  # whose time is up
+    assert summary(run_dir)["global_step"] == result["global_step"]
+    assert run(script, "--resume", run_dir, "--max-seconds=20") == 0
+    assert summary(run_dir)["global_step"] == expected_step(20)
+    assert run(script, "--resume", run_dir) == 0  # the next start knows the new end
+    assert summary(run_dir)["global_step"] == expected_step(20)
+
+    def load_older(*args):
+        step, content = load_last_checkpoint(*args)
+        del content["run"]["training_seconds"]
+        return step, content
+
+    monkeypatch.setattr("leanrl.support.run.load_last_checkpoint", load_older)
+    assert run(script, "--resume", run_dir) == 0
+    assert summary(run_dir)["global_step"] == expected_step(40)
+
+
+@pytest.mark.parametrize("script", KINDS[1:], indirect=True)
+def test_filling_a_replay_again_is_no_training(script, tmp_path, second_a_step):
+    run_dir = tmp_path / "run"
+    flags = [*tiny(script), "--total-timesteps=6400", "--runs-dir", tmp_path, "--run-name=run"]
+    assert run(script, *flags, "--no-checkpoint-replay", "--max-seconds=9") == 0
+    assert run(script, "--resume", run_dir, "--max-seconds=10") == 0
+    # 48 steps fill it, 8 more are due an update; the second passes in the step that takes it.
+    assert summary(run_dir)["global_step"] == 64 + 48 + 8

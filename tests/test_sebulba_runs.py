@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.spaces import Box, Discrete
-from scripts import course, leaves, newest_checkpoint, run, summary
+from scripts import course, leaves, newest_checkpoint, run, run_on_a_terminal, summary
 from sebulba_runs import DISTRIBUTED, finish, last_line, launch, ranks_of, run_alone, tiny, wait_for_log
 
 from leanrl.sebulba import collectives
@@ -288,8 +288,22 @@ def test_stops_on_a_return_and_on_time(monkeypatch, tmp_path):
     assert (row["global_step"], row["charts/episodes"]) == (result["global_step"], result["episodes"])
     assert run_alone(monkeypatch, "cleanba_ppo", *tiny(tmp_path / "time", *flags, "--max-seconds=2")) == 0
     result = summary(tmp_path / "time" / "run")
-    assert 2 <= result["wall_seconds"] < 10 and not result["interrupted"]
+    assert 2 <= newest_checkpoint(tmp_path / "time" / "run")[1]["run"]["training_seconds"] <= result["wall_seconds"]
+    assert result["global_step"] > 0 and not result["interrupted"]
     assert [row["global_step"] for row in read_metrics(tmp_path / "time" / "run")] == [result["global_step"]]
+    assert run_alone(monkeypatch, "cleanba_ppo", "--resume", tmp_path / "time" / "run", "--max-seconds=3") == 0
+    assert newest_checkpoint(tmp_path / "time" / "run")[1]["run"]["training_seconds"] >= 3
+    assert summary(tmp_path / "time" / "run")["global_step"] > result["global_step"]
+    assert not summary(tmp_path / "time" / "run")["interrupted"]
+
+
+@pytest.mark.parametrize("script", DISTRIBUTED)
+def test_a_terminal_is_told_what_next(tmp_path, script):
+    flags = tiny(tmp_path, "--total-timesteps=512", "--save-model", "--learner-device-ids", 0, 1)
+    code, lines = run_on_a_terminal(script, *flags)
+    run_dir = tmp_path / "run"
+    assert code == 0 and lines[-1] == f"{run_dir}: play: ./run.sh evaluate {run_dir}", lines
+    assert (run_dir / "model.pt").exists()
 
 
 # ---------------------------------------------------------------------------------------------------------- LAUNCHERS

@@ -5,18 +5,30 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 
 import matplotlib.colors
 import matplotlib.image
 import numpy as np
 import pytest
 import torch
+import tyro
 from scripts import wait_until
 
 from leanrl.support.errors import UsageError
+from leanrl.support.run import machine_facts
 from leanrl.tools import compare, peers, trials
 from leanrl.tools.common import COLORS, run_tool
-from leanrl.tools.trials import Contender, Trial, alternate, contenders_of, parse_entry, run_trials, sps_ratios
+from leanrl.tools.trials import (
+    Contender,
+    Trial,
+    alternate,
+    contenders_of,
+    last_episodes,
+    parse_entry,
+    run_trials,
+    sps_ratios,
+)
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 FAST = "ppo_continuous_action_torchcompile"
@@ -78,6 +90,8 @@ def test_entry(known_scripts, entry, script, levers):
         (["--amp", "bf16", "bf16"], "none twice"),
         (["--amp", "bf16", "--scripts", f"{FAST}:eager"], "none of --scripts is compiled"),
         (["--amp", "none", "bf16", "--", "--amp=bf16"], "-- --amp=bf16"),
+        (["--", "--max-seconds", "5"], "-- --max-seconds"),
+        (["--max-seconds", "0"], "--max-seconds 0.0: must be above 0"),
     ],
 )
 def test_bad_input_is_one_line(known_scripts, monkeypatch, capsys, flags, said):
@@ -258,10 +272,15 @@ def canned(
     """A trial that ran at ``sps``, or crashed where that is None."""
     if sps is None:
         return Trial(label, seed, [], "", exit_code=1)
-    numbers = {"sps": sps, "warmup_seconds": warmup_seconds, "episodic_return": episodic_return, "global_step": 4096}
-    return Trial(
-        label, seed, [], "", exit_code=0, summary={**numbers, "interrupted": False}, peak_memory_mb=peak_memory_mb
-    )
+    numbers = {"sps": sps, "warmup_seconds": warmup_seconds, "global_step": 4096, "interrupted": False}
+    points = [] if episodic_return is None else [ended(4096, 10, episodic_return)]
+    return Trial(label, seed, [], "", 0, summary=numbers, metrics=points, peak_memory_mb=peak_memory_mb)
+
+
+def ended(step: int, episodes: int, mean: float) -> dict:
+    """A log point: so many episodes have ended, with that mean return those since the last point."""
+    point = {"charts/episodes": episodes, "charts/episodic_return": mean, "charts/wall_seconds": step / 100}
+    return {"global_step": step, **point}
 
 
 def cells(table: str) -> list[list[str]]:
@@ -278,9 +297,9 @@ def test_table():
     ]
     table = compare.render_table(compare.summarize(found, ["slow", "fast", "crash"]))
     assert cells(table) == [
-        ["slow", "1,500 ± 707", "0.0 ± 0.0", "1.00 ± 0.00x", "1 ± 0", "4,096", "-"],
+        ["slow", "1,500 ± 707", "0.0 ± 0.0", "1.00 ± 0.00x", "1 ± 0", "4,096 ± 0", "-"],
         # 3 times as fast with seed 1, twice with seed 2.
-        ["fast", "3,500 ± 707", "7.0 ± 1.4", "2.50 ± 0.71x", "20 ± 14", "4,096", "900 ± 707"],
+        ["fast", "3,500 ± 707", "7.0 ± 1.4", "2.50 ± 0.71x", "20 ± 14", "4,096 ± 0", "900 ± 707"],
         ["crash (1 failed: exit 1)", "500", "0.0", "0.25x", "1", "4,096", "-"],
     ]
 
@@ -294,6 +313,50 @@ def test_table_of_one_seed_without_episodes():
     ]
 
 
+def test_last_episodes():
+    points = [ended(10, 60, 1.0), {"global_step": 20}, ended(30, 120, 2.0), ended(40, 160, 4.0)]
+    assert last_episodes(points[:2]) is None and last_episodes([], or_fewer=True) is None
+    assert last_episodes(points[:2], or_fewer=True) == pytest.approx(1.0)
+    assert last_episodes(points[:3]) == pytest.approx((60 * 2.0 + 40 * 1.0) / 100)
+    assert last_episodes(points) == pytest.approx((60 * 2.0 + 40 * 4.0) / 100)
+    assert last_episodes(points, count=150) == pytest.approx((50 * 1.0 + 60 * 2.0 + 40 * 4.0) / 150)
+
+
+def test_returns_are_compared_where_all_have_come():
+    """In the table and in the panel against steps; not in that against wall clock."""
+    found = [canned("slow", 1, 1000.0), canned("fast", 1, 2000.0), canned("fast", 2, 2000.0), canned("crash", 1, None)]
+    ends = [300, 900, 800]
+    for trial, end in zip(found, ends, strict=False):
+        trial.summary["global_step"] = end + 50  # no log point there
+        trial.metrics = [ended(step, step // 10, float(step)) for step in range(100, end + 1, 100)]
+    found[-1].metrics = [ended(100, 10, 1.0)]
+    rows = compare.summarize(found, ["slow", "fast", "crash"])
+    # 30 episodes by then, a third each of 100, 200 and 300.
+    assert [row["episodic_return"] for row in rows] == [[pytest.approx(200.0)], [pytest.approx(200.0)] * 2, []]
+    table = compare.render_table(rows)
+    assert "| return at step 350 |" in table
+    assert [row[5] for row in cells(table)] == ["350", "900 ± 71", "-"]
+    record = {"rows": rows, "runs": [asdict(trial) for trial in found], "machine": machine_facts(CPU)}
+    _, steps, clock = compare.draw(record, found).axes
+    assert [line.get_xdata()[-1] for line in steps.lines] == [300] * len(steps.lines) == [300] * 4
+    assert max(line.get_xdata()[-1] for line in clock.lines) == 9.0
+
+
+@pytest.mark.parametrize(
+    "flags, passed", [([], 30.0), (["--max-seconds", "2.5"], 2.5), (["--max-seconds", "None"], None)]
+)
+def test_every_script_has_the_time_limit(monkeypatch, tmp_path, flags, passed):
+    def run_trials(contenders, *_) -> list:
+        for contender in contenders:
+            args = tyro.cli(trials.script_module(contender).Args, args=contender.command[2:])
+            assert (args.max_seconds, args.total_timesteps) == (passed, 102_400)
+        assert len(contenders) >= 2
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compare, "run_trials", run_trials)
+    assert run_tool_in_process(monkeypatch, compare, "--out", tmp_path, *flags) == 130
+
+
 def test_an_interrupted_run_does_not_count():
     trial = canned("a", 1, 2000.0)
     trial.summary["interrupted"] = True
@@ -305,6 +368,9 @@ def test_mean_curve_covers_the_shared_range():
     x, y = compare.mean_curve([([0, 10, 20], [0.0, 10.0, 20.0]), ([10, 20, 30], [30.0, 40.0, 50.0])])
     assert x[0] == 10 and x[-1] == 20
     np.testing.assert_allclose(y, x + 10)
+    # As of two seeds whose compilation, at first without a cache, took longer than the other's run.
+    x, y = compare.mean_curve([([20, 25], [0.0, 10.0]), ([5, 10], [0.0, 20.0])])
+    assert len(x) == len(y) == 0
 
 
 def test_peers_table():
@@ -348,10 +414,15 @@ def test_compare_end_to_end(tmp_path, monkeypatch, capfd):
     ] * 4
     assert [run["args"]["args"]["seed"] for run in record["runs"]] == [1, 1, 2, 2]
     assert all(len(run["metrics"]) == 4 and run["summary"]["episodes"] > 0 for run in record["runs"])
+    assert all(run["args"]["args"]["max_seconds"] == 30.0 for run in record["runs"])
+    reached = [run["summary"]["episodic_return"] for run in record["runs"]]  # of all episodes, fewer than 100
+    assert record["rows"][0]["episodic_return"] == pytest.approx([reached[0], reached[3]])
+    assert record["rows"][1]["episodic_return"] == pytest.approx(reached[1:3])
     assert record["machine"]["cpu_cores"] > 0 and "compare" in record["command"]
     sps = {(run["label"], run["seed"]): run["summary"]["sps"] for run in record["runs"]}
     speedups = [sps[FAST, seed] / sps["ppo_continuous_action", seed] for seed in (1, 2)]
     assert record["rows"][1]["speedup"] == pytest.approx(speedups)
+    assert "| return at step 512 |" in (tmp_path / "table.md").read_text()
     table = cells((tmp_path / "table.md").read_text())
     assert [row[0] for row in table] == ["ppo_continuous_action", FAST]
     assert table[1][3].startswith(f"{np.mean(speedups):.2f} ± ")

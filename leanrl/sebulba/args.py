@@ -57,8 +57,6 @@ class SebulbaArgs(RunArgs):
     """updates between log points"""
     checksum_frequency: int = 100
     """updates between comparisons of the learners' parameters; a difference ends the run"""
-    max_seconds: float | None = None
-    """stop after this much wall clock, of all starts of the run together"""
     target_return: float | None = None
     """stop once the mean of the last 100 episodes reaches this"""
 
@@ -71,6 +69,7 @@ class SebulbaArgs(RunArgs):
     """environments in all, filled in when the layout is known"""
 
     def __post_init__(self) -> None:
+        self.save_model = self.save_model or self.upload_model
         # Lists, where they come from args.json.
         self.actor_device_ids, self.learner_device_ids = tuple(self.actor_device_ids), tuple(self.learner_device_ids)
 

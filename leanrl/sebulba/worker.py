@@ -221,8 +221,9 @@ class Worker:
 
         def stop_requested() -> bool:
             nonlocal enough
+            stop = run.stop_requested  # before the other: the time may be up between the two
             enough = enough or _enough(run, args)
-            return enough or run.stop_requested
+            return enough or stop
 
         run.restore_rng()
         run.start_clock()
@@ -238,12 +239,10 @@ class Worker:
             records.close()
         # After an early stop the threads wait for what never comes: a stall, if saving takes long.
         stop_threads()
-        run.finish(state_dict())
-        if args.save_model or args.upload_model:
-            network = {name: getattr(args, name) for name in self._algorithm.network_flags}
-            run.save_model({"agent": agent.state_dict(), "network": network})
-            if args.upload_model:
-                print(f"model: {upload_run(run.dir, args.hf_entity)}", flush=True)
+        network = {name: getattr(args, name) for name in self._algorithm.network_flags}
+        run.finish(state_dict(), model={"agent": agent.state_dict(), "network": network})
+        if args.upload_model:
+            print(f"model: {upload_run(run.dir, args.hf_entity)}", flush=True)
 
 
 def _reporter(status: Status) -> Callable:
@@ -270,4 +269,4 @@ def _stop_threads(threads: list[ActorThread], source: ParamsSource | None) -> No
 def _enough(run: Run, args) -> bool:
     """Whether the run has reached what it was to reach, before its last step."""
     reached = args.target_return is not None and (run.episodes >= 100 and run.episodic_return >= args.target_return)
-    return reached or (args.max_seconds is not None and run.wall_seconds >= args.max_seconds)
+    return reached or run.time_is_up

@@ -14,14 +14,8 @@ import tyro
 from leanrl.support.errors import UsageError, bad, changed_fields, typed
 
 MAY_CHANGE_ON_RESUME = {
-    "total_timesteps",
-    "device",
-    "compile",
-    "cudagraphs",
-    "one_graph",
-    "track",
-    "checkpoint_every",
-    "resume",
+    *("total_timesteps", "max_seconds", "device", "compile", "cudagraphs", "one_graph"),
+    *("track", "checkpoint_every", "resume"),
 }
 
 
@@ -37,6 +31,8 @@ class RunArgs:
     """environment steps between checkpoints (one is always written at the end); None writes none before the end"""
     resume: str | None = None
     """run directory to continue from its last checkpoint; its arguments are taken over"""
+    max_seconds: float | None = None
+    """end after so many seconds of training, all starts together; compilation, capture and random steps do not count"""
     save_model: bool = False
     """write model.pt at the end, which `python -m leanrl.tools.evaluate RUN_DIR` plays"""
     capture_video: bool = False

@@ -8,6 +8,7 @@ import math
 import os
 import platform
 import random
+import shlex
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ import torch
 
 from leanrl.support.checkpoints import load_last_checkpoint, save_atomically, save_checkpoint
 from leanrl.support.cli import read_args_json, run_directory
-from leanrl.support.devices import available_cores, cpu_name
+from leanrl.support.devices import available_cores, cpu_name, has_bf16_units
 from leanrl.support.errors import bad
 from leanrl.support.evaluation import record_video
 from leanrl.support.signals import StopRequest
@@ -150,7 +151,7 @@ class Run:
         self._new_lengths: list[int] = []
         self._identity = {"script": self.script, "env_id": args.env_id}
         self._started = time.perf_counter()
-        self._earlier_seconds = 0.0
+        self._earlier_seconds = self._earlier_training_seconds = 0.0
         self._clock_start: tuple[float, int] | None = None
         self._sps_before = 0.0
         self._stop = StopRequest()
@@ -177,6 +178,7 @@ class Run:
             if taken:
                 raise bad("run_name", args.run_name, f"{self.dir} exists; continue it with --resume {self.dir}")
         self._last_checkpoint = self._last_log = self.global_step
+        self._first_optimizer_step = self.optimizer_steps
 
     def _load(self) -> dict | None:
         read_args_json(self.dir)
@@ -189,6 +191,7 @@ class Run:
         self.optimizer_steps = counters["optimizer_steps"]
         self.episodes = counters["episodes"]
         self._earlier_seconds = counters["wall_seconds"]
+        self._earlier_training_seconds = counters.get("training_seconds", 0.0)  # not in older checkpoints
         self._returns.extend(counters["last_returns"])
         self._new_returns, self._new_lengths = counters["new_returns"], counters["new_lengths"]
         self._rng = deepcopy(content["rng"])  # not a part of the file, which stays mapped as long as one is used
@@ -205,7 +208,7 @@ class Run:
         if self.args.resume is not None:
             # A later resume goes on to the same end. Everything else stays as the run was started.
             facts = read_args_json(self.dir)
-            facts["args"]["total_timesteps"] = self.args.total_timesteps
+            facts["args"] |= {name: arguments[name] for name in ("total_timesteps", "max_seconds")}
         try:
             write_json_atomically(self.dir / "args.json", facts)
         except OSError as error:
@@ -214,6 +217,8 @@ class Run:
         resumed_at = self.global_step if self.args.resume is not None else None
         self._tracker = Tracker(self.dir, arguments, self.args, resumed_at)
         self._stop.__enter__()
+        if self.args.amp == "bf16" and self.device.type == "cpu" and not has_bf16_units():
+            print("warning: --amp bf16: this processor has no bf16 units, float32 is faster on it", file=sys.stderr)
         if sys.stderr.isatty():
             from tqdm import tqdm
 
@@ -243,7 +248,7 @@ class Run:
             yield
         except Exception:
             # Ctrl-C reaches the C++ compiler too, whose end looks like an error here.
-            if errors_end or not self.stop_requested:
+            if errors_end or not self._stop.requested:
                 raise
         synchronize(self.device)
         self.warmup_seconds += time.perf_counter() - start
@@ -280,14 +285,34 @@ class Run:
         return self._earlier_seconds + time.perf_counter() - self._started
 
     @property
+    def training_seconds(self) -> float:
+        """Seconds since ``start_clock``, those of the starts before a resume included.
+
+        None of this start count before its first update: until then the clock may be started again.
+        """
+        if self.optimizer_steps == self._first_optimizer_step:
+            return self._earlier_training_seconds
+        return self._earlier_training_seconds + time.perf_counter() - self._clock_start[0]
+
+    @property
+    def _seconds_left(self) -> float:
+        """Of ``--max-seconds``; infinite without."""
+        return math.inf if self.args.max_seconds is None else self.args.max_seconds - self.training_seconds
+
+    @property
+    def time_is_up(self) -> bool:
+        """Whether ``--max-seconds`` of training have passed; the device is not synchronised."""
+        return self._seconds_left <= 0
+
+    @property
     def episodic_return(self) -> float | None:
         """Mean return of the last 100 training episodes, None before the first."""
         return float(np.mean(self._returns)) if self._returns else None
 
     @property
     def stop_requested(self) -> bool:
-        """Whether a signal asked the run to end after this update."""
-        return self._stop.requested
+        """Whether the run is to end after this update: a signal asked for it, or its time is up."""
+        return self._stop.requested or self.time_is_up
 
     def request_stop(self) -> None:
         """As a signal does: a process beside this one was asked to stop."""
@@ -320,7 +345,7 @@ class Run:
             self._progress.set_postfix_str(f"return {recent}, {sps:,.0f} sps", refresh=False)
             self._progress.update(self.global_step - self._progress.n)
         else:
-            left = (self.total_steps - self.global_step) / max(sps, 1e-9)
+            left = max(0.0, min((self.total_steps - self.global_step) / max(sps, 1e-9), self._seconds_left))
             say(f"step {self.global_step:,}/{self.total_steps:,}  return {recent}  {sps:,.0f} sps  {left:,.0f} s left")
 
     def log_due(self) -> bool:
@@ -342,6 +367,7 @@ class Run:
             "new_returns": self._new_returns,
             "new_lengths": self._new_lengths,
             "wall_seconds": self.wall_seconds,
+            "training_seconds": self.training_seconds,
         }
         content = {"script": state, "run": counters, "rng": rng_state(self.device)}
         save_checkpoint(self.dir / "checkpoints", self.global_step, self._identity, content)
@@ -387,13 +413,26 @@ class Run:
             "sps": sps,
             "wall_seconds": self.wall_seconds,
             "warmup_seconds": self.warmup_seconds,
-            "interrupted": self.stop_requested and self.global_step < self.total_steps,
+            "interrupted": self._stop.requested and self.global_step < self.total_steps,
         }
         write_json_atomically(self.dir / "summary.json", summary)
         if model is not None and (self.args.save_model or self.args.capture_video):
             self.save_model(model)
-        if model is not None and self.args.capture_video and not self.stop_requested:
+        if model is not None and self.args.capture_video and not self._stop.requested:
             self._stop.__exit__()  # all is saved: a signal may end the filming
             say("filming one episode")
             say(f"video: {record_video(self.dir)}")
+        if model is not None and self._progress is not None:
+            self._progress.close()
+            print(self._what_next(), file=sys.stderr)
         return summary
+
+    def _what_next(self) -> str:
+        """The last line on a terminal: the run directory, and what can be done with it."""
+        run_dir = shlex.quote(str(self.dir))
+        has_model = (self.dir / "model.pt").exists()
+        words = [f"play: ./run.sh evaluate {run_dir}" if has_model else "to play it, train with --save-model"]
+        if self.global_step < self.total_steps and self.stop_requested:
+            more_time = " --max-seconds None" if self.time_is_up else ""
+            words.append(f"go on: ./run.sh {self.script} --resume {run_dir}{more_time}")
+        return f"{self.dir}: {'; '.join(words)}"

@@ -1,15 +1,17 @@
 """Compares training scripts, in any modes and over any seeds: one table, one picture, one JSON.
 
 Every run is a process of its own, one at a time; the order turns around from seed to seed. Speed is each script's own
-measure: environment steps per second of wall clock after warm-up. Flags after -- are passed to every script.
+measure: environment steps per second of wall clock after warm-up. Returns are compared at the last step that all have
+reached. Flags after -- are passed to every script.
 
     python -m leanrl.tools.compare
     python -m leanrl.tools.compare --seeds 1 2 3 -- --env-id Hopper-v5
     python -m leanrl.tools.compare --scripts ppo_continuous_action_torchcompile:eager \\
-        ppo_continuous_action_torchcompile:compile+cudagraphs --total-timesteps 1000000
+        ppo_continuous_action_torchcompile:compile+cudagraphs --total-timesteps 1000000 --max-seconds None
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
@@ -37,6 +39,7 @@ from leanrl.tools.trials import (
     check_script_args,
     contenders_of,
     exit_code,
+    last_episodes,
     measured,
     peak_memories,
     require_distinct,
@@ -55,8 +58,8 @@ class Args:
     """every script runs once with each"""
     total_timesteps: int = 102_400
     """environment steps of a run"""
-    reference_timesteps: int = 40_960
-    """environment steps at which the eager references stop, which are slow; never more than --total-timesteps"""
+    max_seconds: float | None = 30.0
+    """seconds of training (warm-up not counted) after which a run ends before its last step; None: never"""
     amp: tuple[Literal["none", "bf16"], ...] = ("none",)
     """--amp of the compiled scripts, a row with each, as in `none bf16`; the others stay float32"""
     runs_dir: str = "runs"
@@ -69,19 +72,10 @@ class Args:
 
 def main(args: Args) -> int:
     require_distinct(args, "scripts", "seeds", "amp")
-    check_script_args(args.script_args, reserved=() if args.amp == ("none",) else ("--amp",))
+    check_script_args(args.script_args, reserved=("--max-seconds", *(() if args.amp == ("none",) else ("--amp",))))
     device = target_device(args.script_args)
-    contenders = contenders_of(
-        args.scripts,
-        "scripts",
-        device,
-        fast_flags=[f"--total-timesteps={args.total_timesteps}", *args.script_args],
-        reference_flags=[
-            f"--total-timesteps={min(args.total_timesteps, args.reference_timesteps)}",
-            *args.script_args,
-        ],
-        amp=args.amp,
-    )
+    flags = [f"--total-timesteps={args.total_timesteps}", f"--max-seconds={args.max_seconds}", *args.script_args]
+    contenders = contenders_of(args.scripts, "scripts", device, fast_flags=flags, reference_flags=flags, amp=args.amp)
     for contender in contenders:
         require_valid(contender)
     out = results_folder(args, "compare")
@@ -96,20 +90,37 @@ def main(args: Args) -> int:
 
 
 def summarize(trials: Sequence[Trial], labels: Sequence[str]) -> list[dict]:
-    """One row a contender: what was measured in each of its runs that did not fail, and why the others did."""
+    """One row a contender: what was measured in each of its runs that did not fail, and why the others did.
+
+    Returns are those at ``return_step``, the last step that all these runs have reached.
+    """
+    steps = {label: list(measured(trials, label, "global_step").values()) for label in labels}
+    return_step = min(itertools.chain(*steps.values()), default=0)
     return [
         {
             "mode": label,
-            **{
-                key: list(measured(trials, label, key).values())
-                for key in ("sps", "warmup_seconds", "episodic_return", "global_step")
-            },
+            **{key: list(measured(trials, label, key).values()) for key in ("sps", "warmup_seconds")},
+            "return_step": return_step,
+            "episodic_return": returns_at(trials, label, return_step),
+            "global_step": steps[label],
             "speedup": sps_ratios(trials, label, baseline=labels[0]),
             "peak_memory_mb": peak_memories(trials, label),
             "failures": [trial.failure for trial in trials if trial.label == label and trial.failure],
         }
         for label in labels
     ]
+
+
+def returns_at(trials: Sequence[Trial], label: str, step: int) -> list[float]:
+    """The mean return of the last 100 training episodes, or of all so far, at ``step``: of each run that has one."""
+    runs = (trial for trial in trials if trial.label == label and not trial.failure)
+    means = (last_episodes(points_until(trial, step), or_fewer=True) for trial in runs)
+    return [mean for mean in means if mean is not None]
+
+
+def points_until(trial: Trial, step: float) -> list[dict]:
+    """The log points of a run up to ``step``."""
+    return [point for point in trial.metrics if point["global_step"] <= step]
 
 
 def render_table(rows: Sequence[dict]) -> str:
@@ -121,15 +132,16 @@ def render_table(rows: Sequence[dict]) -> str:
             mean_std(row["warmup_seconds"], digits=1),
             mean_std(row["speedup"], digits=2) + ("x" if row["speedup"] else ""),
             mean_std(row["episodic_return"]),
-            mean_std(row["global_step"][:1]),
+            mean_std(row["global_step"]),
             mean_std(row["peak_memory_mb"]),
         )
         for row in rows
     ]
-    table = markdown_table(("mode", "sps", "warm-up s", "speed-up", "return reached", "steps", "peak MB"), cells)
+    returns = f"return at step {rows[0]['return_step']:,}"
+    table = markdown_table(("mode", "sps", "warm-up s", "speed-up", returns, "steps", "peak MB"), cells)
     legend = (
-        "sps: environment steps per second after warm-up; return reached: mean of the last 100 training episodes; "
-        "peak MB: RAM that the run held at most."
+        "sps: environment steps per second after warm-up; return: mean of the last 100 training episodes at the last "
+        "step that all have reached; peak MB: RAM that the run held at most."
     )
     if any(len(row["sps"]) > 1 for row in rows):
         legend += " Mean ± standard deviation over seeds."
@@ -143,21 +155,21 @@ def title(record: dict) -> str:
     return ", ".join([*env_ids, plural("seed", seeds), describe_machine(record["machine"])])
 
 
-def learning_curve(trial: Trial, x_key: str) -> tuple[list[float], list[float]]:
-    """The log points of a run at which episodes had ended: ``x_key`` and the mean return of those episodes."""
-    points = [row for row in trial.metrics if row.get("charts/episodic_return") is not None]
+def learning_curve(trial: Trial, x_key: str, last_step: float = math.inf) -> tuple[list[float], list[float]]:
+    """The log points of a run, up to ``last_step``, at which episodes had ended: ``x_key`` and their mean return."""
+    points = [row for row in points_until(trial, last_step) if row.get("charts/episodic_return") is not None]
     return [row[x_key] for row in points], [row["charts/episodic_return"] for row in points]
 
 
 def mean_curve(curves: Sequence[tuple[list[float], list[float]]]) -> tuple[np.ndarray, np.ndarray]:
-    """The mean of curves over the range that they share, by linear interpolation."""
+    """The mean of curves over the range that they share, by linear interpolation; empty where they share none."""
     start, end = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
-    grid = np.linspace(start, end, num=max(len(x) for x, _ in curves))
+    grid = np.linspace(start, end, num=max(len(x) for x, _ in curves) if start <= end else 0)
     return grid, np.mean([np.interp(grid, x, y) for x, y in curves], axis=0)
 
 
 def draw(record: dict, trials: Sequence[Trial]):
-    """The figure: bars of sps; episodic return against steps; the same against wall clock."""
+    """The figure: bars of sps; episodic return against steps, as far as all have come; and against wall clock."""
     rows = record["rows"]
     figure = new_figure(16, max(4.8, 1.6 + 0.75 * len(rows)))
     bars, steps, clock = figure.subplots(1, 3, width_ratios=(1.15, 1, 1))
@@ -170,20 +182,22 @@ def draw(record: dict, trials: Sequence[Trial]):
         notes=notes,
         title="Environment steps per second",
     )
-    draw_returns(steps, trials, rows, "global_step", "environment steps")
+    draw_returns(steps, trials, rows, "global_step", "environment steps", rows[0]["return_step"])
     draw_returns(clock, trials, rows, "charts/wall_seconds", "seconds of wall clock, warm-up included")
     figure.suptitle(title(record), fontsize=12)
     return figure
 
 
-def draw_returns(axes, trials: Sequence[Trial], rows: Sequence[dict], x_key: str, x_label: str) -> None:
+def draw_returns(
+    axes, trials: Sequence[Trial], rows: Sequence[dict], x_key: str, x_label: str, last_step: float = math.inf
+) -> None:
     """Episodic return against ``x_key``: the mean over seeds in bold, each seed thin, colours as in the bars."""
     for row, color in zip(rows, itertools.cycle(COLORS)):
-        curves = [learning_curve(t, x_key) for t in trials if t.label == row["mode"] and not t.failure]
+        curves = [learning_curve(t, x_key, last_step) for t in trials if t.label == row["mode"] and not t.failure]
         curves = [curve for curve in curves if curve[0]]
         if len(curves) > 1:
             for curve in curves:
-                axes.plot(*curve, color=color, linewidth=0.8, alpha=0.3)
+                axes.plot(*curve, color=color, linewidth=0.8, alpha=0.3, marker="." if len(curve[0]) == 1 else "")
         if curves:
             x, y = mean_curve(curves)
             axes.plot(x, y, color=color, linewidth=2, marker="." if len(x) < 10 else "")

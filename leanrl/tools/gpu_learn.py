@@ -14,7 +14,7 @@ from leanrl.support.run import write_json_atomically
 from leanrl.support.tracking import read_metrics
 from leanrl.tools import compare
 from leanrl.tools.common import COLORS, benchmark_record, clean, describe_machine, markdown_table, mean_std, new_figure
-from leanrl.tools.trials import REPOSITORY, STOPPED, Deadline, Trial, end_of, run_child
+from leanrl.tools.trials import REPOSITORY, STOPPED, Deadline, Trial, end_of, last_episodes, run_child
 
 Learning = Literal["sac", "td3", "pong", "breakout"]
 
@@ -52,18 +52,6 @@ LEARNING_FLAGS = ("--compile", "--cudagraphs", "--num-threads=1", "--checkpoint-
 
 # How often a run's log points are read, and how often what is known is written.
 LOOK_SECONDS, WRITE_SECONDS = 2.0, 30.0
-
-
-def last_episodes(points: Sequence[dict], count: int = 100) -> float | None:
-    """The mean return of the last ``count`` episodes, or a few more; None before a run has logged so many."""
-    returns = [point["charts/episodic_return"] for point in points if "charts/episodes" in point]
-    episodes = [0, *(point["charts/episodes"] for point in points if "charts/episodes" in point)]
-    total = 0.0
-    for i in reversed(range(len(returns))):
-        total += (episodes[i + 1] - episodes[i]) * returns[i]
-        if episodes[-1] - episodes[i] >= count:
-            return total / (episodes[-1] - episodes[i])
-    return None
 
 
 class Enough:
