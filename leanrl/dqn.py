@@ -96,7 +96,7 @@ class QNetwork(nn.Sequential):
 
     def __init__(self, obs_dim: int, num_actions: int) -> None:
         super().__init__(
-            nn.Linear(obs_dim, 120),
+            Float32Linear(obs_dim, 120),
             nn.ReLU(),
             nn.Linear(120, 84),
             nn.ReLU(),
@@ -146,9 +146,9 @@ def make_update(
             with torch.no_grad():
                 td_target = dqn_target(target_network, batch, args.gamma)
             loss, q_value = dqn_loss(q_network(batch.obs), batch.actions, td_target)
-        optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
         losses.copy_(torch.stack([loss.detach(), q_value.detach()]))
 
     return update, losses
@@ -157,8 +157,7 @@ def make_update(
 @torch.no_grad()
 def update_target(q_network: QNetwork, target_network: QNetwork, tau: float) -> None:
     """Moves the target's parameters ``tau`` of the way to the trained ones."""
-    for parameter, target_parameter in zip(q_network.parameters(), target_network.parameters(), strict=True):
-        target_parameter.lerp_(parameter, tau)
+    torch._foreach_lerp_(list(target_network.parameters()), list(q_network.parameters()), tau)
 
 
 # ------------------------------------------------------------------------------------------------------------ ACTING
