@@ -435,8 +435,9 @@ def main(args: Args) -> None:
             obs_moments.load_state_dict(run.resumed["obs_rms"])
             normalize_rewards.moments.load_state_dict(run.resumed["return_rms"])
 
-        # In pinned memory on their way to a GPU, so that the copy does not wait for the device.
-        obs_cpu = torch.from_numpy(envs.reset()[0])
+        # In float64 whatever the environments give, and in pinned memory on the way to a GPU, so that the copy does not
+        # wait for the device.
+        obs_cpu = torch.from_numpy(envs.reset()[0].astype(np.float64))
         if device.type == "cuda":
             obs_cpu = obs_cpu.pin_memory()
         raw_obs = obs_cpu.to(device)
