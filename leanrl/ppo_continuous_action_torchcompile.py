@@ -298,8 +298,9 @@ def ppo_loss(
 
     # The same for every row, since the deviation does not depend on the state.
     entropy = (0.5 + 0.5 * math.log(2 * math.pi) + action_logstd).sum()
-    loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
-    parts = torch.stack([pg_loss, v_loss, entropy, old_approx_kl, approx_kl, clipfrac])
+    entropy_loss = weighted_mean(entropy, weights)
+    loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss
+    parts = torch.stack([pg_loss, v_loss, entropy_loss, old_approx_kl, approx_kl, clipfrac])
     return loss, parts.detach()
 
 

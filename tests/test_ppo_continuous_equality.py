@@ -87,6 +87,23 @@ def test_fifty_updates_equal_the_reference(mode: str, amp: str) -> None:
         torch.testing.assert_close(torch.stack(parts).cpu(), torch.stack(plain_parts), rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("live", [0, 1, 40, 64])
+def test_loss_and_gradient_equal_the_references_whatever_the_weights(live: int) -> None:
+    """A minibatch of nothing but resets too: all of it is 0 there, the entropy bonus as well."""
+    args, device = mode_args("eager", ent_coef=0.1)
+    plain, quick = agents(device)
+    obs, *rest, weights = random_rollout(device).minibatch(minibatches(device)[0])
+    weights = (torch.arange(len(weights)) < live).float()
+    expected, expected_parts = reference.ppo_loss(plain, obs, *rest, weights, args)
+    loss, parts = fast.ppo_loss(*quick(obs), *rest, weights, args)
+    expected.backward()
+    loss.backward()
+    torch.testing.assert_close((loss, parts), (expected, expected_parts), rtol=1e-5, atol=1e-6)
+    for theirs, ours in zip(plain.parameters(), quick.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+    assert (live == 0) == (loss.item() == 0)
+
+
 @in_every_mode
 def test_a_new_learning_rate_reaches_the_step(mode: str) -> None:
     args, device = mode_args(mode)
