@@ -254,6 +254,8 @@ def wrap_envs(envs: gym.vector.VectorEnv, gamma: float) -> gym.vector.VectorEnv:
     """CleanRL's wrappers: episode statistics, clipped actions, normalised and clipped observations and rewards."""
     envs = gym.wrappers.vector.RecordEpisodeStatistics(envs)
     envs = gym.wrappers.vector.ClipAction(envs)
+    # The moments would be float32 where observations are.
+    envs = gym.wrappers.vector.TransformObservation(envs, lambda obs: obs.astype(np.float64))
     envs = gym.wrappers.vector.NormalizeObservation(envs)
     envs = gym.wrappers.vector.TransformObservation(envs, lambda obs: np.clip(obs, -10, 10))
     envs = gym.wrappers.vector.NormalizeReward(envs, gamma=gamma)

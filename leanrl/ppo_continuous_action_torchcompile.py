@@ -298,8 +298,9 @@ def ppo_loss(
 
     # The same for every row, since the deviation does not depend on the state.
     entropy = (0.5 + 0.5 * math.log(2 * math.pi) + action_logstd).sum()
-    loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
-    parts = torch.stack([pg_loss, v_loss, entropy, old_approx_kl, approx_kl, clipfrac])
+    entropy_loss = weighted_mean(entropy, weights)
+    loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss
+    parts = torch.stack([pg_loss, v_loss, entropy_loss, old_approx_kl, approx_kl, clipfrac])
     return loss, parts.detach()
 
 
@@ -403,7 +404,7 @@ def main(args: Args) -> None:
     # And no more of set_cpu_numerics: oneDNN is slower than MKL at products this small.
     torch.set_num_threads(num_threads)
     if args.capture_video:
-        require_video(args.env_id)
+        require_video(args.env_id, args.env_backend)
     envs = make_envs(args.env_id, args.num_envs, args.seed, args.env_backend, start=resumed_step(args.resume))
     require_continuous_actions(envs, args.env_id)
     obs_dim, action_dim = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
@@ -435,8 +436,9 @@ def main(args: Args) -> None:
             obs_moments.load_state_dict(run.resumed["obs_rms"])
             normalize_rewards.moments.load_state_dict(run.resumed["return_rms"])
 
-        # In pinned memory on their way to a GPU, so that the copy does not wait for the device.
-        obs_cpu = torch.from_numpy(envs.reset()[0])
+        # In float64 whatever the environments give, and in pinned memory on the way to a GPU, so that the copy does not
+        # wait for the device.
+        obs_cpu = torch.from_numpy(envs.reset()[0].astype(np.float64))
         if device.type == "cuda":
             obs_cpu = obs_cpu.pin_memory()
         raw_obs = obs_cpu.to(device)

@@ -15,6 +15,10 @@ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     ENV.pop(name, None)
 
 
+# What torchrun would tell the only rank of a run.
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+
 def tiny(folder: Path, *flags) -> list[str]:
     """Flags of a run of updates that take milliseconds; ``flags`` come last and win."""
     ours = ["--device=cpu", "--env-id=CartPole-v1", "--local-num-envs=8", "--num-steps=16", "--num-minibatches=2"]
@@ -74,9 +78,8 @@ def alive(processes: list[psutil.Process]) -> list[int]:
 
 def run_alone(monkeypatch, script: str, *flags) -> int:
     """Runs the only rank of a layout in this process, as torchrun would start it; returns the exit code."""
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     with monkeypatch.context() as patch:
-        for name, value in alone.items():
+        for name, value in ALONE.items():
             patch.setenv(name, value)
         patch.setattr(os, "_exit", sys.exit)
         return run(script, *flags)

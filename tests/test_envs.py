@@ -1,11 +1,20 @@
 """Vector environments: NEXT_STEP autoreset as Gymnasium defines it, from both backends; seeds; refusals."""
 
+import envpool
 import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from leanrl.support.envs import SerialVectorEnv, env_seeds, make_env, make_envs, require_continuous_actions
+from leanrl.support.envs import (
+    TERMINATED,
+    EnvPoolVectorEnv,
+    SerialVectorEnv,
+    env_seeds,
+    make_env,
+    make_envs,
+    require_continuous_actions,
+)
 from leanrl.support.errors import UsageError
 
 BACKENDS = ["gymnasium", "envpool"]
@@ -94,6 +103,49 @@ def test_the_step_after_a_done_ignores_its_action(backend):
     # The same change anywhere else does matter.
     actions[0] *= -1
     assert (play(make_envs("Hopper-v5", 4, seed=1, backend=backend), actions)[0] != expected[0]).any()
+
+
+def ruled(backend) -> list[tuple[str, str]]:
+    """The environments whose terminations can be told from the observation."""
+    known = envpool.list_all_envs()
+    if backend == "gymnasium":  # which lists MuJoCo's v2 and v3, but has them no more
+        known = [env_id for env_id in gym.registry if not env_id.endswith(("-v2", "-v3"))]
+    return [(backend, env_id) for env_id in sorted(known) if env_id.rpartition("-v")[0] in TERMINATED]
+
+
+# What random actions do not end: by the velocity that a push has to follow.
+PUSHED = {"MountainCar-v0": 1, "MountainCarContinuous-v0": 1, "Acrobot-v1": 5}
+
+
+@pytest.mark.parametrize("backend, env_id", ruled("gymnasium") + ruled("envpool"))
+def test_falls_at_the_time_limit_are_terminations(backend, env_id):
+    """Told from the observations, and what Gymnasium says, or EnvPool where the same episodes have more time."""
+
+    def play(num_steps):
+        if backend == "gymnasium":
+            envs = SerialVectorEnv([make_env(env_id, max_episode_steps=num_steps) for _ in range(16)], env_seeds(1, 16))
+        else:
+            envs = EnvPoolVectorEnv(env_id, env_seeds(1, 16), num_threads=1, max_episode_steps=num_steps)
+        (obs, _), rng, space, ends = envs.reset(), np.random.default_rng(0), envs.single_action_space, []
+        low, high = (0, space.n - 1) if isinstance(space, gym.spaces.Discrete) else (space.low, space.high)
+        for _ in range(num_steps):
+            actions = rng.choice([low, high], 16) if np.ndim(low) == 0 else rng.uniform(low, high, (16, *space.shape))
+            if env_id in PUSHED:
+                pushed = np.where(obs[:, PUSHED[env_id]] < 0, low, high).reshape(actions.shape)
+                actions = np.where(rng.random(actions.shape) < 0.1, actions, pushed)
+            obs, _, terminations, truncations, _ = envs.step(actions)
+            np.testing.assert_array_equal(TERMINATED[env_id.rpartition("-v")[0]](obs), terminations)
+            ends.append((terminations, truncations))
+        return np.stack(ends, 1)
+
+    terminations, truncations = play(300 if env_id in PUSHED else 60)
+    first = terminations & ((terminations | truncations).cumsum(0) == 1)
+    first[-1] = False
+    at = int(first.sum(1).argmax())  # where most first episodes end
+    assert first[at].any()
+    limited, truncations = play(at + 1)
+    np.testing.assert_array_equal(limited, terminations[: at + 1])
+    assert truncations[at, first[at]].all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

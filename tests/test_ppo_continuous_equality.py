@@ -4,9 +4,12 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from scripts import run, tiny
 
 import leanrl.ppo_continuous_action as reference
 import leanrl.ppo_continuous_action_torchcompile as fast
+from leanrl.support.envs import make_envs
+from leanrl.support.evaluation import load_model
 from leanrl.support.executables import CompiledStep, untouched
 from leanrl.support.normalization import RewardNormalizer, RunningMoments
 from leanrl.support.optim import FlatAdam
@@ -84,6 +87,23 @@ def test_fifty_updates_equal_the_reference(mode: str, amp: str) -> None:
         torch.testing.assert_close(torch.stack(parts).cpu(), torch.stack(plain_parts), rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("live", [0, 1, 40, 64])
+def test_loss_and_gradient_equal_the_references_whatever_the_weights(live: int) -> None:
+    """A minibatch of nothing but resets too: all of it is 0 there, the entropy bonus as well."""
+    args, device = mode_args("eager", ent_coef=0.1)
+    plain, quick = agents(device)
+    obs, *rest, weights = random_rollout(device).minibatch(minibatches(device)[0])
+    weights = (torch.arange(len(weights)) < live).float()
+    expected, expected_parts = reference.ppo_loss(plain, obs, *rest, weights, args)
+    loss, parts = fast.ppo_loss(*quick(obs), *rest, weights, args)
+    expected.backward()
+    loss.backward()
+    torch.testing.assert_close((loss, parts), (expected, expected_parts), rtol=1e-5, atol=1e-6)
+    for theirs, ours in zip(plain.parameters(), quick.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+    assert (live == 0) == (loss.item() == 0)
+
+
 @in_every_mode
 def test_a_new_learning_rate_reaches_the_step(mode: str) -> None:
     args, device = mode_args(mode)
@@ -134,6 +154,77 @@ def test_acting_equals_wrappers_and_reference_network(mode: str, num_envs: int) 
     assert rollout.step.item() == NUM_STEPS
     assert len(rollout.actions.unique(dim=0)) == NUM_STEPS, "samples repeat from call to call"
     torch.testing.assert_close(moments.var.cpu(), torch.from_numpy(rms.var), rtol=1e-9, atol=0)
+
+
+def test_moments_are_float64_from_the_start_and_after_a_resume() -> None:
+    """Of float32 observations too, Pendulum's: a resumed run normalises them as an uninterrupted one does."""
+
+    def wrapped() -> tuple[gym.vector.VectorEnv, gym.vector.VectorEnv, list]:
+        raw = make_envs("Pendulum-v1", NUM_ENVS, seed=1)
+        envs = reference.wrap_envs(raw, 0.99)
+        obs_normalizer = reference.find_wrapper(envs, gym.wrappers.vector.NormalizeObservation)
+        reward_normalizer = reference.find_wrapper(envs, gym.wrappers.vector.NormalizeReward)
+        return raw, envs, [obs_normalizer.obs_rms, reward_normalizer.return_rms]
+
+    raw, envs, moments = wrapped()
+    ours = RunningMoments.start((3,), torch.device("cpu"))
+    actions = np.random.default_rng(0).uniform(-2, 2, (60, NUM_ENVS, 1)).astype(np.float32)
+    envs.reset()
+    ours.update(torch.from_numpy(raw._obs.astype(np.float64)))
+    for action in actions[:30]:
+        envs.step(action)
+        ours.update(torch.from_numpy(raw._obs.astype(np.float64)))
+        assert all(rms.mean.dtype == rms.var.dtype == np.float64 for rms in moments)
+    assert raw._obs.dtype == np.float32
+    torch.testing.assert_close(ours.mean, torch.from_numpy(moments[0].mean), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ours.var, torch.from_numpy(moments[0].var), rtol=1e-12, atol=0)
+
+    resumed_raw, resumed, resumed_moments = wrapped()
+    resumed.reset()
+    resumed_raw.load_state_dict(raw.state_dict())
+    for rms, loaded in zip(moments, resumed_moments, strict=True):
+        reference.load_rms_state(loaded, reference.rms_state(rms))
+    for action in actions[30:]:
+        np.testing.assert_array_equal(resumed.step(action)[0], envs.step(action)[0])
+        assert all(rms.mean.dtype == rms.var.dtype == np.float64 for rms in resumed_moments)
+
+
+class Dial(gym.Env):
+    """Observations are whole numbers that no action changes; an episode has 20 steps."""
+
+    action_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+
+    def __init__(self, dtype: type) -> None:
+        self.observation_space = gym.spaces.Box(0, 100, (3,), dtype)
+
+    def turn(self) -> np.ndarray:
+        return self.np_random.integers(101, size=3).astype(self.observation_space.dtype)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return self.turn(), {}
+
+    def step(self, action):
+        self.t += 1
+        return self.turn(), float(action[0]), self.t == 20, False, {}
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int64])
+def test_whole_numbers_are_observed_alike(dtype: type, tmp_path) -> None:
+    gym.register("LeanRLDial-v0", Dial, kwargs={"dtype": dtype})
+    try:
+        models = []
+        for script in ("ppo_continuous_action", "ppo_continuous_action_torchcompile"):
+            flags = ["--env-id=LeanRLDial-v0", "--total-timesteps=256", "--save-model", "--runs-dir", tmp_path]
+            assert run(script, *tiny(script), *flags, "--run-name", script) == 0
+            models.append(load_model(tmp_path / script)["model"])
+    finally:
+        gym.registry.pop("LeanRLDial-v0")
+    ours, theirs = (model["obs_rms"] for model in models)
+    assert (ours["mean"] > 30).all()
+    for name, value in ours.items():
+        torch.testing.assert_close(value.flatten(), theirs[name].flatten(), rtol=1e-12, atol=0)
 
 
 def test_acting_follows_the_learner() -> None:

@@ -11,12 +11,24 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from scripts import summary
-from sebulba_runs import DISTRIBUTED, alive, end, finish, last_line, launch, ranks_of, run_alone, tiny, wait_for_log
+from sebulba_runs import (
+    ALONE,
+    DISTRIBUTED,
+    alive,
+    end,
+    finish,
+    last_line,
+    launch,
+    ranks_of,
+    run_alone,
+    tiny,
+    wait_for_log,
+)
 
 from leanrl.sebulba.collectives import waiting_for
 from leanrl.sebulba.learner import Learner
-from leanrl.sebulba.status import PeerLost, Status
-from leanrl.sebulba.supervisor import Child, Supervisor, supervise
+from leanrl.sebulba.status import STATUS_FD, UNDER_WAY, PeerLost, Status
+from leanrl.sebulba.supervisor import Child, Supervisor
 from leanrl.support.signals import StopRequest
 
 LAYOUT = ["--actor-device-ids", 0, "--learner-device-ids", 1, 2]
@@ -69,10 +81,18 @@ def test_a_stopped_process_is_a_stall(endless):
 
 
 def test_silence_is_told_however_short_the_timeout(capfd):
-    silent = "import os, time; os.write(int(os.environ['LEANRL_STATUS_FD']), bytes([10])); time.sleep(60)"
+    told = json.dumps(UNDER_WAY).encode() + b"\n"
+    silent = f"import os, time; os.write(int(os.environ['{STATUS_FD}']), {told}); time.sleep(600)"
     child = Child("learner 7 (rank 9)", [sys.executable, "-c", silent], dict(os.environ))
-    assert supervise([child], timeout=2) == 1
+    assert Supervisor([child], start_timeout=60, timeout=2).run() == 1
     assert re.fullmatch(r"learner 7 \(rank 9\) has not answered for \d s\n", capfd.readouterr().err)
+
+
+def test_a_start_that_is_silent_has_a_limit_of_its_own(capfd):
+    child = Child("learner 7 (rank 9)", [sys.executable, "-c", "import time; time.sleep(600)"], dict(os.environ))
+    assert Supervisor([child], start_timeout=3, timeout=2).run() == 1
+    told = r"learner 7 \(rank 9\) has not answered for ([3-9]|\d\d+) s in its start, see --start-timeout\n"
+    assert re.fullmatch(told, capfd.readouterr().err)
 
 
 def test_a_failure_that_is_told_after_a_signal_is_heard(capfd):
@@ -85,7 +105,7 @@ os.kill(os.getppid(), signal.SIGTERM)
 time.sleep(60)
 """
     child = Child("learner 7 (rank 9)", [sys.executable, "-c", stalls], dict(os.environ))
-    assert supervise([child], timeout=60) == 1
+    assert Supervisor([child], start_timeout=60, timeout=60).run() == 1
     assert capfd.readouterr().err == "learner 7 (rank 9): waited 2 s for a rollout\n"
 
 
@@ -115,7 +135,39 @@ def test_ctrl_c_before_the_run_has_begun_is_quiet(tmp_path):
     assert (code, out) == (130, "")
 
 
-# Imported by every Python of a run, before the script.
+def patched(folder, code):
+    """Variables that make every Python of a run execute ``code`` before the script."""
+    (folder / "sitecustomize.py").write_text(code)
+    return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+
+
+# One rank imports for long, and gives no sign of life while it warms up: this sleep keeps the interpreter to itself.
+LATE = """
+import ctypes, os
+if os.environ.get("RANK") == "2":
+    sleep = ctypes.PyDLL(None).sleep
+    sleep(6)
+    from leanrl.sebulba.worker import Worker
+    make_update = Worker._make_update
+    Worker._make_update = lambda *args: sleep(6) or make_update(*args)
+"""
+
+
+def test_a_start_may_take_longer_than_the_timeout(tmp_path):
+    flags = tiny(tmp_path, "--total-timesteps=2560", *LAYOUT, "--timeout=4")
+    code, out = finish(launch("cleanba_ppo", *flags, environ=patched(tmp_path, LATE)), 240)
+    assert code == 0 and summary(tmp_path / "run")["global_step"] == 2560, out
+
+
+def test_a_warm_up_that_takes_too_long_ends_the_run(tmp_path):
+    """Where nobody else would: without a supervisor, and without peers that wait."""
+    hang = "import time; from leanrl.sebulba.actor import ActorThread; ActorThread.warm_up = lambda _: time.sleep(600)"
+    process = launch("cleanba_ppo", *tiny(tmp_path, "--start-timeout=2"), environ=ALONE | patched(tmp_path, hang))
+    code, out = finish(process)
+    assert code == 1 and "Traceback" not in out
+    assert last_line(out) == "actor 0 and learner 0 (rank 0): its warm-up takes longer than --start-timeout 2 s"
+
+
 FAULT = """
 import sys
 import leanrl.support.envs as envs
@@ -142,10 +194,7 @@ environments.make_pool = marked
 
 def test_an_error_in_an_actor_thread_ends_the_run(tmp_path):
     """Also where the main thread waits in a collective at that moment."""
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(FAULT)
-    path = os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])
-    process = launch("cleanba_impala", *tiny(tmp_path, FOREVER, *LAYOUT), environ={"PYTHONPATH": path})
+    process = launch("cleanba_impala", *tiny(tmp_path, FOREVER, *LAYOUT), environ=patched(tmp_path, FAULT))
     code, out = finish(process)
     assert code == 1
     assert last_line(out) == "actor thread 1 (rank 0): ValueError: the emulator is out of order"
@@ -155,10 +204,8 @@ def test_an_error_in_an_actor_thread_ends_the_run(tmp_path):
 def test_a_run_is_closed_after_an_error_in_an_actor_thread(tmp_path):
     """Without a supervisor, which would not let it take long."""
     note = "import leanrl.support.tracking as tracking; tracking.Tracker.close = lambda self: print('closed')"
-    (tmp_path / "sitecustomize.py").write_text(f"{FAULT}\n{note}\n")
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    process = launch("cleanba_impala", *tiny(tmp_path, FOREVER), environ={**alone, "PYTHONPATH": path})
+    environ = ALONE | patched(tmp_path, f"{FAULT}\n{note}\n")
+    process = launch("cleanba_impala", *tiny(tmp_path, FOREVER), environ=environ)
     code, out = finish(process)
     assert code == 1 and "closed" in out.splitlines()
     assert "actor thread 1 (rank 0): ValueError: the emulator is out of order" in out.splitlines()
@@ -178,7 +225,7 @@ def test_a_reason_is_one_line_of_a_pipe_whatever_it_holds(monkeypatch):
 
 def test_a_process_that_answers_after_all_is_no_mystery():
     child = Child("learner 7 (rank 9)", [], {}, process=SimpleNamespace(poll=lambda: None), last_sign=time.monotonic())
-    assert Supervisor([child], timeout=60)._explain() == "a process did not answer in time"
+    assert Supervisor([child], start_timeout=60, timeout=60)._explain() == "a process did not answer in time"
 
 
 def test_a_lost_peer_is_told_with_the_whole_reason():

@@ -19,9 +19,10 @@ from gymnasium.spaces import Box, Discrete
 from scripts import course, leaves, newest_checkpoint, run, run_on_a_terminal, summary
 from sebulba_runs import DISTRIBUTED, finish, last_line, launch, ranks_of, run_alone, tiny, wait_for_log
 
-from leanrl.sebulba import collectives
+from leanrl import cleanba_ppo
 from leanrl.sebulba.actor import ActorThread
 from leanrl.sebulba.algorithm import Shards
+from leanrl.sebulba.collectives import Collectives, sum_in_order
 from leanrl.sebulba.layout import Layout
 from leanrl.sebulba.rollout import Rollout
 from leanrl.sebulba.status import PeerLost
@@ -230,10 +231,9 @@ def test_a_group_that_never_comes_is_not_waited_for_long(monkeypatch, free_port)
     """Its lead may have refused a flag that is bad for it alone."""
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(collectives, "RENDEZVOUS_SECONDS", 1.0)
     layout = Layout((0,), (0,), num_groups=2)
-    with pytest.raises(PeerLost, match=f"did not all come to 127.0.0.1:{free_port} within 1 s"):
-        collectives.Collectives(layout, layout.parts[1], torch.device("cpu"), timeout=60, exact=False)
+    with pytest.raises(PeerLost, match=f"did not all come to 127.0.0.1:{free_port} within --start-timeout 1 s"):
+        Collectives(layout, layout.parts[1], torch.device("cpu"), cleanba_ppo.Args(start_timeout=1))
 
 
 @pytest.mark.parametrize("script", DISTRIBUTED)
@@ -365,7 +365,7 @@ def random_shards(num_shards, obs_shape=(4,), num_steps=16, num_envs=8):
             flag.copy_(torch.rand(flag.shape, generator=generator) < 0.1)
         rollout.dones.copy_(rollout.terminations | (torch.rand(rollout.dones.shape, generator=generator) < 0.1))
         rollouts.append(rollout)
-    return Shards(range(num_shards), rollouts, num_shards, collectives.sum_in_order)
+    return Shards(range(num_shards), rollouts, num_shards, sum_in_order)
 
 
 MODES = [
@@ -423,6 +423,7 @@ BAD = [
     *[["--gamma", value] for value in ("1.5", "nan")],
     ["--policy-lag", "-1"],
     ["--timeout", "1.9"],
+    ["--start-timeout", "0.5"],
     *[["--target-return", value] for value in ("nan", "inf")],
     ["--num-minibatches", "7"],
     ["--num-shards", "3"],  # 16 environments

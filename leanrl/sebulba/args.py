@@ -50,8 +50,10 @@ class SebulbaArgs(RunArgs):
     """parts of the global batch that are shuffled and normalised each by itself; by default one per learner"""
     exact_reduction: bool = False
     """sum gradients in the order of the shards, act one shard at a time: the same bits on any layout, on CPUs"""
+    start_timeout: float = 600.0
+    """seconds that each step of the start may take: imports, meeting the other processes, compilation"""
     timeout: float = 1800.0
-    """seconds of a wait that end the run as a stall; more than compilation, an update or a rollout may take"""
+    """seconds of a wait that end the run as a stall, after its start; more than an update or a rollout may take"""
 
     log_frequency: int = 10
     """updates between log points"""
@@ -78,6 +80,7 @@ def validate_runtime(args: SebulbaArgs) -> None:
     """Raises UsageError on the first flag of the runtime that cannot work, whatever the layout."""
     require_at_least(args, 1, "num_threads", "env_threads", "log_frequency", "checksum_frequency", "checkpoint_every")
     require_at_least(args, 0, "policy_lag")
+    require_at_least(args, 1, "start_timeout")
     require_at_least(args, 2, "timeout")  # a process gives a sign of life twice a second
     require_positive(args, "max_seconds")
     if args.target_return is not None and not math.isfinite(args.target_return):

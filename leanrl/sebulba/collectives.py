@@ -21,8 +21,6 @@ from leanrl.sebulba.status import PeerLost
 from leanrl.support.run import synchronize
 
 SUPERVISOR_STORE = "LEANRL_SUPERVISOR_STORE"
-# Processes are started together and compile later: one that has not come by then has failed, and said why elsewhere.
-RENDEZVOUS_SECONDS = 300.0
 # Characters of a backend's error: the part that was waited for must fit on the line, too.
 LONGEST_ERROR = 600
 
@@ -47,35 +45,37 @@ class Collectives:
     Args:
         layout, part: who is there, and which of them this is.
         device: where messages are.
-        timeout: seconds until a wait for a peer is an error; RENDEZVOUS_SECONDS at most until all are there.
-        exact: sum in the order of the shards, the same in every layout; costs the memory of one gradient per shard.
+        args: the script's. ``start_timeout`` limits waits for a peer up to the end of ``barrier``, ``timeout`` those
+            after it; ``exact_reduction`` sums in the order of the shards, the same in every layout, and costs the
+            memory of one gradient per shard.
 
     Raises:
         PeerLost: a process does not come; every method that waits for one raises it too, where that is gone or late.
     """
 
-    def __init__(self, layout: Layout, part: Part, device: torch.device, timeout: float, exact: bool) -> None:
+    def __init__(self, layout: Layout, part: Part, device: torch.device, args) -> None:
         self._layout, self._part, self._device = layout, part, device
-        self._exact = exact
+        self._exact = args.exact_reduction
+        self._in_time = f"within --start-timeout {args.start_timeout:g} s"
         self.all_reduce_seconds = 0.0
         """spent summing gradients, ever (on a GPU: launching the sums)"""
         self._alone = len(layout.parts) == 1
         self._learners = self._actors = None
         if self._alone:
             return
-        limit = datetime.timedelta(seconds=timeout)
-        store = _rendezvous(part.rank, len(layout.parts), min(timeout, RENDEZVOUS_SECONDS))
-        store.set_timeout(limit)  # NCCL's groups meet there when they first are used, long after
-        with waiting_for("another process, which did not set its connections up"):
+        store = _rendezvous(part.rank, len(layout.parts), args.start_timeout)
+        with waiting_for(f"another process, which did not set its connections up {self._in_time}"):
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
                 store=store,
                 rank=part.rank,
                 world_size=len(layout.parts),
-                timeout=limit,
+                timeout=datetime.timedelta(seconds=args.start_timeout),
                 device_id=device if device.type == "cuda" else None,
             )
-            # Every process makes every group, in the same order.
+            # That group is for the start. Every process makes every group, in the same order.
+            limit = datetime.timedelta(seconds=args.timeout)
+            self._everyone = dist.new_group(timeout=limit)
             learner_ranks = [p.rank for p in layout.parts if p.learner is not None]
             learners = dist.new_group(learner_ranks, timeout=limit)
             if part.learner is not None and len(learner_ranks) > 1:
@@ -93,28 +93,28 @@ class Collectives:
             dist.destroy_process_group()
 
     def barrier(self) -> None:
-        """Waits until every process has come here, and until this one's device has done all that it was given."""
+        """Ends the start: waits until every process has come here and this one's device has done all it was given."""
         if not self._alone:
             message = torch.zeros(1, device=self._device)
-            with waiting_for("another process, which did not get ready"):
+            with waiting_for(f"another process, which did not get ready {self._in_time}"):
                 dist.all_reduce(message)
         # NCCL only makes the device wait.
         synchronize(self._device)
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Overwrites ``tensors`` with those of learner 0, which leads."""
+        """Overwrites ``tensors`` with those of learner 0, which leads; in the start."""
         if not self._alone:
             lead = self._layout.learner_part(0)
             for tensor in tensors:
                 message = tensor.to(self._device)
-                with waiting_for(f"{lead.name}, which sends its state"):
+                with waiting_for(f"{lead.name}, which did not send its state {self._in_time}"):
                     dist.broadcast(message, lead.rank)
                 tensor.copy_(message)
 
     def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Sends and receives rollouts: (rank, message) each, those between two ranks in the same order on both."""
-        operations = [dist.P2POp(dist.isend, message, rank) for rank, message in sends]
-        operations += [dist.P2POp(dist.irecv, message, rank) for rank, message in receives]
+        operations = [dist.P2POp(dist.isend, message, rank, self._everyone) for rank, message in sends]
+        operations += [dist.P2POp(dist.irecv, message, rank, self._everyone) for rank, message in receives]
         if not operations:
             return
         names = [f"{self._layout.parts[operation.peer].name}, a rollout" for operation in operations]
@@ -178,7 +178,7 @@ def _rendezvous(rank: int, world_size: int, seconds: float) -> dist.Store:
     """Where the processes find each other: at the supervisor, at torchrun's agent, or at rank 0."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     limit = datetime.timedelta(seconds=seconds)
-    late = f"did not all come to {host}:{port} within {seconds:g} s; a group that has failed says why"
+    late = f"did not all come to {host}:{port} within --start-timeout {seconds:g} s; a group that has failed says why"
     with waiting_for(f"the other processes, which {late}"):
         if SUPERVISOR_STORE in os.environ:
             return dist.TCPStore(host, port, is_master=False, timeout=limit)

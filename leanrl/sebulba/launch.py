@@ -17,7 +17,7 @@ from leanrl.sebulba.environments import make_pool
 from leanrl.sebulba.layout import Layout
 from leanrl.sebulba.mailbox import Stopped
 from leanrl.sebulba.status import Status
-from leanrl.sebulba.supervisor import Child, supervise
+from leanrl.sebulba.supervisor import Child, Supervisor
 from leanrl.sebulba.worker import Worker
 from leanrl.support.cli import run_directory
 from leanrl.support.errors import UsageError, bad
@@ -85,7 +85,7 @@ def start(args: SebulbaArgs, script_file: str, algorithm: Algorithm) -> None:
         )
         for part in layout.parts[first_rank : first_rank + group_size]
     ]
-    code = supervise(children, args.timeout)
+    code = Supervisor(children, args.start_timeout, args.timeout).run()
     del store
     if code:
         raise SystemExit(code)

@@ -6,6 +6,8 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 from leanrl.sebulba.mailbox import Stalled
@@ -17,6 +19,7 @@ GRACE_SECONDS = 5
 # Printable characters, of 4 bytes at most in JSON: a line of a pipe's 4,096 bytes at most is written whole, with no
 # heartbeat inside.
 LONGEST_REASON = 900
+UNDER_WAY = {"kind": "under way"}
 
 Kind = Literal["error", "stall", "lost"]
 
@@ -49,6 +52,22 @@ class Status:
                 os.write(self._fd, line)
             except OSError:  # the supervisor is gone, and nobody would end this process any more
                 os._exit(1)
+
+    @contextmanager
+    def warm_up_within(self, seconds: float) -> Iterator[None]:
+        """Fails, and ends the process, where the block takes longer: peers would only know that they wait."""
+        late = Stalled(f"its warm-up takes longer than --start-timeout {seconds:g} s")
+        limit = threading.Timer(seconds, self.fail_in_thread, (late, self._part_name))
+        limit.daemon = True
+        limit.start()
+        try:
+            yield
+        finally:
+            limit.cancel()
+
+    def tell_under_way(self) -> None:
+        """Ends the start: from now on the supervisor takes a shorter silence for a failure."""
+        self._write(json.dumps(UNDER_WAY).encode() + b"\n")
 
     def fail(self, error: BaseException, who: str | None = None) -> None:
         """Tells the first failure of this process: on stderr, and to the supervisor.

@@ -10,13 +10,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from leanrl.sebulba.status import HEARTBEAT_SECONDS, STATUS_FD
+from leanrl.sebulba.status import HEARTBEAT_SECONDS, STATUS_FD, UNDER_WAY
 
 POLL_SECONDS = 0.1
 # After the first failure the others have this long to report theirs: a dead process's peers may notice it first.
 EXPLAIN_SECONDS = 1.0
 # A process that lives writes every HEARTBEAT_SECONDS, once it has imported what it needs.
-START_SECONDS = 300.0
 SILENT_SECONDS = 10 * HEARTBEAT_SECONDS
 STUCK_SECONDS = 60.0
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -34,7 +33,9 @@ class Child:
     pipe: int = -1
     unread: bytes = b""
     last_sign: float = 0.0
-    """when it last wrote, time.monotonic(); before it has, START_SECONDS after its start"""
+    """when it last wrote, or else was started; time.monotonic()"""
+    under_way: bool = False
+    """whether its start is over"""
     failures: list[dict] = field(default_factory=list)
     """what it reported, see ``Status.fail``"""
 
@@ -50,7 +51,7 @@ class Child:
             process_group=0,
         )
         os.close(theirs)
-        self.last_sign = time.monotonic() + START_SECONDS
+        self.last_sign = time.monotonic()
 
     def read(self) -> bool:
         """Takes in what it wrote; False once it has closed its end."""
@@ -60,7 +61,9 @@ class Child:
             return True
         self.last_sign = time.monotonic()
         *lines, self.unread = (self.unread + written).split(b"\n")
-        self.failures += [json.loads(line) for line in lines if line]
+        told = [json.loads(line) for line in lines if line]
+        self.under_way |= UNDER_WAY in told
+        self.failures += [line for line in told if line != UNDER_WAY]
         return bool(written)
 
     def kill(self) -> None:
@@ -81,12 +84,14 @@ class Supervisor:
 
     Args:
         children: not started yet.
-        timeout: seconds of silence after which a process counts as stuck, STUCK_SECONDS at most.
+        start_timeout: seconds of silence after which a process counts as stuck in its start: while it imports and
+            compiles, a live one may be silent, too.
+        timeout: the same once it is under way, STUCK_SECONDS at most.
     """
 
-    def __init__(self, children: Sequence[Child], timeout: float) -> None:
+    def __init__(self, children: Sequence[Child], start_timeout: float, timeout: float) -> None:
         self._children = children
-        self._timeout = min(timeout, STUCK_SECONDS)
+        self._start_timeout, self._timeout = start_timeout, min(timeout, STUCK_SECONDS)
         self._signals: list[int] = []
 
     def run(self) -> int:
@@ -134,11 +139,15 @@ class Supervisor:
                 self._selector.unregister(key.fileobj)
                 time.sleep(POLL_SECONDS)  # it is about to end: let the next poll see how
 
-    def _silent(self, seconds: float) -> Child | None:
-        """A running child that has not been heard of for so long, the longest silent one."""
-        running = [child for child in self._children if child.process.poll() is None]
-        child = min(running, key=lambda child: child.last_sign, default=None)
-        return child if child is not None and time.monotonic() - child.last_sign > seconds else None
+    def _silent(self, seconds: float | None = None) -> Child | None:
+        """A running child that has not been heard of for so long, by default for too long; the longest silent one."""
+        now = time.monotonic()
+
+        def is_silent(child: Child) -> bool:
+            limit = seconds or (self._timeout if child.under_way else self._start_timeout)
+            return child.process.poll() is None and now - child.last_sign > limit
+
+        return min(filter(is_silent, self._children), key=lambda child: child.last_sign, default=None)
 
     def _hear_out(self) -> None:
         """Takes in all that the children have to say: this process may have been stopped itself, while they wrote."""
@@ -165,7 +174,7 @@ class Supervisor:
         return any(child.process.poll() is None for child in self._children)
 
     def _silent_or_failed(self) -> bool:
-        return self._silent(self._timeout) is not None or any(child.failed for child in self._children)
+        return self._silent() is not None or any(child.failed for child in self._children)
 
     def _explain(self) -> str:
         """One line about the failure that the others follow from."""
@@ -179,10 +188,12 @@ class Supervisor:
                 return failure["message"]
         for name, number in killed.items():  # a library may abort where another process has raised an error
             return f"{name} killed by signal {number}"
-        if (silent := self._silent(min(SILENT_SECONDS, self._timeout))) is not None:
+        # Where others have waited in vain, for one that is silent.
+        if (silent := self._silent(min(SILENT_SECONDS, self._timeout) if failures else None)) is not None:
             seconds = time.monotonic() - silent.last_sign
+            start = "" if silent.under_way else " in its start, see --start-timeout"
             waiting = f"; {failures[0]['message']}" if failures else ""
-            return f"{silent.name} has not answered for {seconds:.0f} s{waiting}"
+            return f"{silent.name} has not answered for {seconds:.0f} s{start}{waiting}"
         for kind in ("stall", "lost"):
             for failure in failures:
                 if failure["kind"] == kind:
@@ -191,8 +202,3 @@ class Supervisor:
         if child is None:  # one that was silent has answered since
             return "a process did not answer in time"
         return f"{child.name} ended with exit code {child.process.poll()}"
-
-
-def supervise(children: Sequence[Child], timeout: float) -> int:
-    """Runs ``children`` to their end, see ``Supervisor``."""
-    return Supervisor(children, timeout).run()

@@ -90,7 +90,7 @@ class Worker:
             # Before the rendezvous: a run directory that exists is refused at once.
             total_steps = self._last * self._batch_size
             run = Run(args, self._script_file, device, total_steps) if part.learner == 0 else None
-            collectives = Collectives(layout, part, device, args.timeout, args.exact_reduction)
+            collectives = Collectives(layout, part, device, args)
             # Not after an error: NCCL would wait for the others to close their end.
             stack.push(lambda kind, *_: collectives.close() if kind is None else None)
             start = self._share_start(run, agent, optimizer, collectives)
@@ -106,15 +106,17 @@ class Worker:
             if run is not None:
                 stack.enter_context(run)
             with run.warmup(errors_end=True) if run is not None else nullcontext():
-                for thread in threads:
-                    thread.warm_up()
-                update = self._make_update(agent, optimizer, shards, collectives) if learns else None
+                with self._status.warm_up_within(args.start_timeout):
+                    for thread in threads:
+                        thread.warm_up()
+                    update = self._make_update(agent, optimizer, shards, collectives) if learns else None
                 # On a GPU the threads have streams of their own, which would not wait for what was launched here.
                 collectives.barrier()
             stop_threads = partial(_stop_threads, threads, source)
             stack.callback(stop_threads)
             # Told first: ending the threads, and a process group that is broken, may take a while.
             stack.push(_reporter(self._status))
+            self._status.tell_under_way()
             for thread in threads:
                 thread.start()
 

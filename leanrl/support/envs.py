@@ -7,6 +7,7 @@ the true last one of its episode (https://farama.org/Vector-Autoreset-Mode).
 import difflib
 import os
 import warnings
+from collections.abc import Callable
 from typing import Literal
 
 import gymnasium as gym
@@ -103,8 +104,37 @@ class SerialVectorEnv(VectorEnv):
             env.close()
 
 
+def _pendulum_tip(obs: np.ndarray) -> np.ndarray:
+    """Height [N] of InvertedDoublePendulum's tip, from the sines and cosines of two joints, 0.6 m of pole beyond each.
+
+    Gymnasium reads that of the integrator's last stage, which is within a millimetre.
+    """
+    sin1, sin2, cos1, cos2 = obs[:, 1:5].T
+    return 0.6 * (cos1 + cos1 * cos2 - sin1 * sin2)
+
+
+# By name, all versions: whether the episodes that observations [N, ...] belong to have terminated. Gymnasium's rules;
+# comparisons are such that what is not a number is unhealthy.
+TERMINATED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    # Gymnasium ends Hopper at velocities beyond 100 too; the observation clips them at 10.
+    "Hopper": lambda obs: ~((obs[:, 0] > 0.7) & (np.abs(obs[:, 1]) < 0.2) & (np.abs(obs[:, 1:]) < 100).all(1)),
+    "Walker2d": lambda obs: ~((obs[:, 0] > 0.8) & (obs[:, 0] < 2) & (np.abs(obs[:, 1]) < 1)),
+    "Ant": lambda obs: ~((obs[:, 0] >= 0.2) & (obs[:, 0] <= 1) & np.isfinite(obs).all(1)),
+    "Humanoid": lambda obs: ~((obs[:, 0] > 1) & (obs[:, 0] < 2)),
+    "InvertedPendulum": lambda obs: ~((np.abs(obs[:, 1]) <= 0.2) & np.isfinite(obs).all(1)),
+    "InvertedDoublePendulum": lambda obs: _pendulum_tip(obs) <= 1,
+    "CartPole": lambda obs: (np.abs(obs[:, 0]) > 2.4) | (np.abs(obs[:, 2]) > np.deg2rad(12)),
+    "Acrobot": lambda obs: obs[:, 1] * obs[:, 3] - obs[:, 0] * (1 + obs[:, 2]) > 1,
+    "MountainCar": lambda obs: (obs[:, 0] >= 0.5) & (obs[:, 1] >= 0),
+    "MountainCarContinuous": lambda obs: (obs[:, 0] >= 0.45) & (obs[:, 1] >= 0),
+}
+
+
 class EnvPoolVectorEnv(VectorEnv):
     """EnvPool's synchronous mode as a VectorEnv. Its own autoreset is NEXT_STEP already.
+
+    A step that ends an episode as time runs out is both terminated and truncated, as in Gymnasium, where TERMINATED
+    has a rule for the environment. Of others EnvPool says ``truncated`` alone, and learners bootstrap from its end.
 
     Args:
         env_id: one of EnvPool's; nothing is checked here.
@@ -122,6 +152,7 @@ class EnvPoolVectorEnv(VectorEnv):
             env_id, env_type="gymnasium", num_envs=len(seeds), seed=seeds, num_threads=num_threads, **options
         )
         self.num_envs = len(seeds)
+        self._terminated = TERMINATED.get(env_id.rpartition("-v")[0])
         with warnings.catch_warnings():  # EnvPool gives float32 spaces their bounds as float64
             warnings.simplefilter("ignore")
             self.single_observation_space = self._pool.observation_space
@@ -144,7 +175,10 @@ class EnvPoolVectorEnv(VectorEnv):
 
     def recv(self):
         """The second half of ``step``: waits for all environments and returns what they say, in their order."""
-        return self._pool.recv()
+        obs, rewards, terminations, truncations, infos = self._pool.recv()
+        if self._terminated is not None and truncations.any():  # on those steps EnvPool says nothing of terminations
+            terminations = terminations | (truncations & self._terminated(obs))
+        return obs, rewards, terminations, truncations, infos
 
     def render(self) -> np.ndarray:
         """The picture [H, W, 3] of the first environment, which was made with ``render_mode="rgb_array"``."""
@@ -188,6 +222,13 @@ def require_envpool(what: str):
     return envpool
 
 
+def require_envpool_env(env_id: str, what: str) -> None:
+    """UsageError unless EnvPool has ``env_id``, or that ``what`` needs EnvPool where it is missing."""
+    known = require_envpool(what).list_all_envs()
+    if env_id not in known:
+        raise bad("env_id", env_id, f"is not an EnvPool environment{near_names(env_id, known)}")
+
+
 def make_envs(
     env_id: str, num_envs: int, seed: int, backend: EnvBackend = "gymnasium", num_threads: int = 0, start: int = 0
 ) -> VectorEnv:
@@ -206,9 +247,7 @@ def make_envs(
     seeds = env_seeds(seed, num_envs, start=start)
     if backend == "gymnasium":
         return SerialVectorEnv([make_env(env_id) for _ in range(num_envs)], seeds)
-    known = require_envpool("--env-backend envpool").list_all_envs()
-    if env_id not in known:
-        raise bad("env_id", env_id, f"is not an EnvPool environment{near_names(env_id, known)}")
+    require_envpool_env(env_id, "--env-backend envpool")
     return EnvPoolVectorEnv(env_id, seeds, num_threads)
 
 

@@ -1,5 +1,6 @@
 """Playing a saved model: whole episodes, optionally a video."""
 
+import ctypes
 import importlib
 import math
 import os
@@ -16,11 +17,13 @@ import torch
 from leanrl.support.atari import PROTOCOLS, AtariProtocol, atari_games, make_atari_envs
 from leanrl.support.cli import read_args_json
 from leanrl.support.envs import (
+    EnvBackend,
     EnvPoolVectorEnv,
     SerialVectorEnv,
     env_seeds,
     make_env,
     require_envpool,
+    require_envpool_env,
     use_headless_rendering,
 )
 from leanrl.support.errors import UsageError
@@ -144,9 +147,9 @@ def make_evaluation_envs(args: dict, seed: int, rendering: bool, protocol: Atari
         at = {"first_index": EVALUATION_INDEX, "num_threads": 1}
         envs = make_atari_envs(env_id, 1, seed, protocol.for_evaluation(sticky), render_mode=render_mode, **at)
         return envs, envs
-    # Gymnasium's environment of that name may have other observations, or need packages that EnvPool does without.
-    trained_on_envpool = is_distributed(args) or env_id not in gym.registry
-    if trained_on_envpool and env_id in require_envpool(env_id).list_all_envs():
+    # The other backend's environment of that name has other dice, may have other observations, or may not be there.
+    if is_distributed(args) or args.get("env_backend") == "envpool":
+        require_envpool_env(env_id, f"EnvPool's {env_id}")
         if rendering:
             require_envpool_drawing(env_id)
         envs = EnvPoolVectorEnv(env_id, seeds, 1, render_mode=render_mode)
@@ -183,10 +186,11 @@ def record_video(run_dir: Path) -> Path:
 # ------------------------------------------------------------------------------------------------------------- VIDEO
 
 
-def require_video(env_id: str, protocol: AtariProtocol | None = None) -> None:
-    """UsageError unless this machine can film ``env_id``; for ``--capture-video``, before hours of training."""
-    require_ffmpeg()
-    if protocol is None:  # EnvPool renders Atari games wherever it runs
+def require_video(env_id: str, backend: EnvBackend = "gymnasium") -> None:
+    """UsageError unless this machine can film ``env_id`` of ``backend``; for ``--capture-video``, before training."""
+    if backend == "envpool":
+        require_envpool_drawing(env_id)
+    else:
         make_rendering_env(env_id).close()
 
 
@@ -201,14 +205,23 @@ def require_ffmpeg() -> None:
 
 
 def require_envpool_drawing(env_id: str) -> None:
-    """UsageError unless EnvPool draws ``env_id``, which it does not say before it is asked to."""
+    """UsageError unless EnvPool has and draws ``env_id``, which it does not say before it is asked to."""
     require_ffmpeg()
+    require_envpool_env(env_id, f"EnvPool's {env_id}")
+    refused = f"--capture-video: cannot film {env_id} here"
+    module, *_ = require_envpool(env_id).registration.registry.specs[env_id]
+    if module.startswith("envpool.mujoco"):
+        # It looks for OpenGL among the libraries that all of the process sees, and ends the process where it is not.
+        try:
+            ctypes.CDLL("libEGL.so.1", ctypes.RTLD_GLOBAL)
+        except OSError as error:
+            raise UsageError(f"{refused}: {error}; install libegl1 (Debian: apt install libegl1)") from None
     with closing(EnvPoolVectorEnv(env_id, [0], 1, render_mode="rgb_array")) as envs:
         envs.reset()
         try:
             envs.render()
-        except RuntimeError:
-            raise UsageError(f"--capture-video: cannot film {env_id} here: EnvPool does not draw it") from None
+        except RuntimeError as error:
+            raise UsageError(f"{refused}: EnvPool does not draw it ({error})") from None
 
 
 def make_rendering_env(env_id: str) -> gym.Env:

@@ -26,7 +26,7 @@ class RunningMoments:
         return cls(torch.zeros(shape, **options), torch.ones(shape, **options), torch.full((1,), 1e-4, **options))
 
     def update(self, batch: torch.Tensor) -> None:
-        """Merges ``batch`` [N, ...] (Chan et al.'s parallel variance)."""
+        """Merges ``batch`` [N, ...] of real numbers, best float64 (Chan et al.'s parallel variance)."""
         mean, var, count = batch.mean(0), batch.var(0, correction=0), batch.shape[0]
         delta, total = mean - self.mean, self.count + count
         squares = self.var * self.count + var * count + delta**2 * self.count * count / total

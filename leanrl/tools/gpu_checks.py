@@ -192,8 +192,8 @@ def threads(device: torch.device) -> None:
 class OneRank(Collectives):
     """Sums and gathers over a process group of one rank, which a run of one process otherwise does without."""
 
-    def __init__(self, layout: Layout, part: Part, device: torch.device, timeout: float, exact: bool) -> None:
-        super().__init__(layout, part, device, timeout, exact)
+    def __init__(self, layout: Layout, part: Part, device: torch.device, args) -> None:
+        super().__init__(layout, part, device, args)
         on_gpu = device.type == "cuda"
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
