@@ -271,7 +271,7 @@ def main(args: Args) -> None:
     device = resolve_device(args)
     set_cpu_numerics(args.num_threads)
     if args.capture_video:
-        require_video(args.env_id)
+        require_video(args.env_id, args.env_backend)
     envs = make_envs(args.env_id, args.num_envs, args.seed, args.env_backend, start=resumed_step(args.resume))
     require_discrete_actions(envs, args.env_id)
     obs_dim, num_actions = envs.single_observation_space.shape[0], int(envs.single_action_space.n)

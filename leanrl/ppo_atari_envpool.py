@@ -284,7 +284,7 @@ def main(args: Args) -> None:
     num_iterations = args.total_timesteps // batch_size
     envs = make_atari_envs(args.env_id, args.num_envs, args.seed, PROTOCOL, start=resumed_step(args.resume))
     if args.capture_video:
-        require_video(args.env_id, PROTOCOL)
+        require_video(args.env_id, "envpool")
 
     seed_everything(args.seed)
     agent = Agent(int(envs.single_action_space.n)).to(device)

@@ -465,7 +465,7 @@ def main(args: Args, make_executables: Callable = make_executables, script_file:
         for group in groups
     ]
     if args.capture_video:
-        require_video(args.env_id, PROTOCOL)
+        require_video(args.env_id, "envpool")
     num_actions = int(pools[0].single_action_space.n)
 
     seed_everything(args.seed)

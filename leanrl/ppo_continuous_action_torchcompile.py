@@ -404,7 +404,7 @@ def main(args: Args) -> None:
     # And no more of set_cpu_numerics: oneDNN is slower than MKL at products this small.
     torch.set_num_threads(num_threads)
     if args.capture_video:
-        require_video(args.env_id)
+        require_video(args.env_id, args.env_backend)
     envs = make_envs(args.env_id, args.num_envs, args.seed, args.env_backend, start=resumed_step(args.resume))
     require_continuous_actions(envs, args.env_id)
     obs_dim, action_dim = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]

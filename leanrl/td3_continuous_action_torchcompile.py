@@ -328,7 +328,7 @@ def main(args: Args, make_executables: Callable = make_executables, script_file:
     device = resolve_device(args)
     set_cpu_numerics(args.num_threads or available_cores())
     if args.capture_video:
-        require_video(args.env_id)
+        require_video(args.env_id, args.env_backend)
     envs = make_envs(args.env_id, args.num_envs, args.seed, args.env_backend, start=resumed_step(args.resume))
     require_continuous_actions(envs, args.env_id)
     obs_dim, action_dim = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]

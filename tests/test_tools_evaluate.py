@@ -17,13 +17,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from scripts import ATARI, KINDS, SCRIPTS, run, tiny, tiny_env, with_long
+from scripts import ATARI, FAST_SCRIPTS, KINDS, SCRIPTS, run, tiny, tiny_env, with_long
 
 from leanrl import cleanba_ppo
 from leanrl.ppo_continuous_action import Agent
 from leanrl.sebulba.environments import make_pool
 from leanrl.support import evaluation
 from leanrl.support.atari import AtariVectorEnv
+from leanrl.support.envs import make_envs
 from leanrl.support.errors import UsageError
 from leanrl.tools import evaluate
 from leanrl.tools.common import run_tool
@@ -219,6 +220,30 @@ def test_distributed_agents_play_in_envpool(tmp_path, env_id):
     assert evaluation.play(run_dir, 3, seed=4) == returns[:3]
 
 
+@pytest.mark.parametrize("script", [name for name in FAST_SCRIPTS if name not in ATARI])
+def test_what_was_trained_on_envpool_is_filmed_and_plays_there(script, tmp_path):
+    """Gymnasium needs Box2D for it."""
+    env_id = "LunarLander-v3" if script.startswith("dqn") else "LunarLanderContinuous-v3"
+    flags = ["--env-backend=envpool", f"--env-id={env_id}", "--capture-video", "--total-timesteps=512"]
+    assert run(script, *tiny(script), *flags, "--runs-dir", tmp_path, "--run-name=run") == 0
+    frames = np.stack(imageio.mimread(tmp_path / "run" / "videos" / "episode.mp4", memtest=False)).astype(int)
+    assert frames.shape[1:] == (400, 600, 3) and np.abs(frames[-1] - frames[0]).mean() > 0.5
+
+    seed = int(np.random.SeedSequence([4, 1_000_000]).generate_state(1)[0] >> 1)
+    pool = envpool.make(env_id, env_type="gymnasium", num_envs=1, seed=[seed])
+    model = evaluation.load_model(tmp_path / "run")["model"]
+    policy = importlib.import_module(f"leanrl.{script}").load_policy(model, pool)
+    (obs, _), returns = pool.reset(), [0.0]
+    while len(returns) <= 2:
+        actions = policy(obs).astype(pool.action_space.dtype)
+        obs, reward, terminated, truncated, _ = pool.step(actions)
+        returns[-1] += float(reward[0])
+        if terminated[0] or truncated[0]:
+            returns.append(0.0)
+            obs, *_ = pool.step(actions)
+    assert evaluation.play(tmp_path / "run", 2, seed=4) == returns[:2]
+
+
 @pytest.mark.parametrize("script", ATARI[1:], indirect=True)
 def test_sticky_actions(trained, run_dir, tmp_path, monkeypatch, capsys):
     assert evaluation.play(run_dir, 3) != evaluation.play(run_dir, 3, sticky=True)
@@ -389,6 +414,50 @@ def test_video_of_a_distributed_agent_is_envpools(tmp_path, monkeypatch, capsys)
     cards = untrained_distributed(tmp_path / "cards", "Blackjack-v1")
     line = one_line(monkeypatch, capsys, cards, "--capture-video")
     assert line == "evaluate: --capture-video: cannot film Blackjack-v1 here: EnvPool does not draw it"
+
+
+TASKS = (
+    "Ant",
+    "HalfCheetah",
+    "Hopper",
+    "Humanoid",
+    "InvertedDoublePendulum",
+    "InvertedPendulum",
+    "Swimmer",
+    "Walker2d",
+)
+
+
+@pytest.mark.parametrize("env_id", [f"{task}-{version}" for task in TASKS for version in ("v4", "v5")])
+def test_mujoco_tasks_of_envpool_can_be_filmed_as_gymnasiums(env_id):
+    assert evaluation.drawing_backend(env_id, "envpool") == "gymnasium"
+    theirs, envs = envpool.make_spec(env_id), make_envs(env_id, 1, seed=1)
+    assert theirs.gymnasium_observation_space.shape == envs.single_observation_space.shape
+    np.testing.assert_allclose(theirs.gymnasium_action_space.low, envs.single_action_space.low, rtol=1e-6)
+    np.testing.assert_allclose(theirs.gymnasium_action_space.high, envs.single_action_space.high, rtol=1e-6)
+
+
+def test_hopper_on_envpool_plays_there_and_is_filmed_in_gymnasium(opengl, tmp_path, monkeypatch):
+    run_dir = untrained(tmp_path / "run", "Hopper-v5")
+    save(run_dir, args={"env_id": "Hopper-v5", "env_backend": "envpool"})
+    (score,) = evaluation.play(run_dir, 1)
+    (filmed,), _ = play_by_hand(run_dir, "Hopper-v5", seed=0, episodes=1)
+    assert evaluate_cli(monkeypatch, run_dir, "--episodes", 1, "--capture-video") == 0
+    assert returns_of(run_dir) == pytest.approx([filmed], rel=1e-6)
+    assert abs(score - filmed) > 1  # other dice
+    assert (run_dir / "videos" / "evaluation_seed0.mp4").exists()
+
+
+@pytest.mark.parametrize(
+    "env_id, reason",
+    [("Blackjack-v1", "cannot film"), ("CheetahRun-v1", "cannot film"), ("Blackjak-v1", "is not an EnvPool")],
+)
+def test_what_envpool_cannot_draw_is_refused_before_training(tmp_path, capsys, env_id, reason):
+    flags = ["--env-backend=envpool", f"--env-id={env_id}", "--capture-video", "--runs-dir", tmp_path / "runs"]
+    assert run("dqn_torchcompile", *flags) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert env_id in line and reason in line
+    assert not (tmp_path / "runs").exists()
 
 
 def test_frames_of_odd_size(tmp_path):

@@ -4,7 +4,7 @@ import gymnasium as gym
 from gymnasium.vector import VectorEnv
 
 from leanrl.support.atari import PROTOCOLS, atari_games, make_atari_envs
-from leanrl.support.envs import EnvPoolVectorEnv, env_seeds, near_names, require_envpool, require_numbered_actions
+from leanrl.support.envs import EnvPoolVectorEnv, env_seeds, require_envpool_env, require_numbered_actions
 from leanrl.support.errors import bad
 
 
@@ -22,9 +22,7 @@ def make_pool(
     Raises:
         UsageError: EnvPool is missing or has no such environment, or not one that these scripts can learn.
     """
-    known = require_envpool("the distributed scripts").list_all_envs()
-    if env_id not in known:
-        raise bad("env_id", env_id, f"is not an EnvPool environment{near_names(env_id, known)}")
+    require_envpool_env(env_id, "the distributed scripts")
     if env_id in atari_games():
         options = {"num_threads": num_threads, "start": start, "first_index": envs.start}
         return make_atari_envs(env_id, len(envs), seed, PROTOCOLS[protocol], **options)

@@ -222,6 +222,13 @@ def require_envpool(what: str):
     return envpool
 
 
+def require_envpool_env(env_id: str, what: str) -> None:
+    """UsageError unless EnvPool has ``env_id``, or that ``what`` needs EnvPool where it is missing."""
+    known = require_envpool(what).list_all_envs()
+    if env_id not in known:
+        raise bad("env_id", env_id, f"is not an EnvPool environment{near_names(env_id, known)}")
+
+
 def make_envs(
     env_id: str, num_envs: int, seed: int, backend: EnvBackend = "gymnasium", num_threads: int = 0, start: int = 0
 ) -> VectorEnv:
@@ -240,9 +247,7 @@ def make_envs(
     seeds = env_seeds(seed, num_envs, start=start)
     if backend == "gymnasium":
         return SerialVectorEnv([make_env(env_id) for _ in range(num_envs)], seeds)
-    known = require_envpool("--env-backend envpool").list_all_envs()
-    if env_id not in known:
-        raise bad("env_id", env_id, f"is not an EnvPool environment{near_names(env_id, known)}")
+    require_envpool_env(env_id, "--env-backend envpool")
     return EnvPoolVectorEnv(env_id, seeds, num_threads)
 
 

@@ -16,11 +16,13 @@ import torch
 from leanrl.support.atari import PROTOCOLS, AtariProtocol, atari_games, make_atari_envs
 from leanrl.support.cli import read_args_json
 from leanrl.support.envs import (
+    EnvBackend,
     EnvPoolVectorEnv,
     SerialVectorEnv,
     env_seeds,
     make_env,
     require_envpool,
+    require_envpool_env,
     use_headless_rendering,
 )
 from leanrl.support.errors import UsageError
@@ -144,9 +146,12 @@ def make_evaluation_envs(args: dict, seed: int, rendering: bool, protocol: Atari
         at = {"first_index": EVALUATION_INDEX, "num_threads": 1}
         envs = make_atari_envs(env_id, 1, seed, protocol.for_evaluation(sticky), render_mode=render_mode, **at)
         return envs, envs
-    # Gymnasium's environment of that name may have other observations, or need packages that EnvPool does without.
-    trained_on_envpool = is_distributed(args) or env_id not in gym.registry
-    if trained_on_envpool and env_id in require_envpool(env_id).list_all_envs():
+    # The other backend's environment of that name has other dice, may have other observations, or may not be there.
+    backend = "envpool" if is_distributed(args) else args.get("env_backend", "gymnasium")
+    if rendering:
+        backend = drawing_backend(env_id, backend)
+    if backend == "envpool":
+        require_envpool_env(env_id, f"EnvPool's {env_id}")
         if rendering:
             require_envpool_drawing(env_id)
         envs = EnvPoolVectorEnv(env_id, seeds, 1, render_mode=render_mode)
@@ -183,11 +188,30 @@ def record_video(run_dir: Path) -> Path:
 # ------------------------------------------------------------------------------------------------------------- VIDEO
 
 
-def require_video(env_id: str, protocol: AtariProtocol | None = None) -> None:
-    """UsageError unless this machine can film ``env_id``; for ``--capture-video``, before hours of training."""
-    require_ffmpeg()
-    if protocol is None:  # EnvPool renders Atari games wherever it runs
+def require_video(env_id: str, backend: EnvBackend = "gymnasium") -> None:
+    """UsageError unless this machine can film ``env_id`` of ``backend``; for ``--capture-video``, before training."""
+    if drawing_backend(env_id, backend) == "envpool":
+        require_envpool_drawing(env_id)
+    else:
         make_rendering_env(env_id).close()
+
+
+def drawing_backend(env_id: str, backend: EnvBackend) -> EnvBackend:
+    """The backend that films ``env_id`` of ``backend``: itself, but Gymnasium for its MuJoCo tasks on EnvPool.
+
+    Raises:
+        UsageError: EnvPool has no such environment, or it is a MuJoCo task that Gymnasium has not.
+    """
+    if backend == "gymnasium":
+        return backend
+    require_envpool_env(env_id, f"EnvPool's {env_id}")
+    module, *_ = require_envpool(env_id).registration.registry.specs[env_id]
+    if not module.startswith("envpool.mujoco"):
+        return backend
+    # EnvPool 1.2 brings an OpenGL of its own; unless its MuJoCo finds that before the system's, it ends the process.
+    if env_id not in gym.registry:
+        raise UsageError(f"--capture-video: cannot film {env_id}: Gymnasium draws MuJoCo, and has no such environment")
+    return "gymnasium"
 
 
 def require_ffmpeg() -> None:
