@@ -413,33 +413,7 @@ def test_video_of_a_distributed_agent_is_envpools(tmp_path, monkeypatch, capsys)
     capsys.readouterr()
     cards = untrained_distributed(tmp_path / "cards", "Blackjack-v1")
     line = one_line(monkeypatch, capsys, cards, "--capture-video")
-    assert line.startswith("evaluate: --capture-video: cannot film Blackjack-v1 here: EnvPool does not draw it (")
-
-
-@pytest.mark.parametrize("env_id", ["Hopper-v5", "CheetahRun-v1"])
-def test_envpool_draws_mujoco(opengl, env_id):
-    """In a process of its own: where EnvPool finds no OpenGL, it ends the process."""
-    code = f"from leanrl.support.evaluation import require_video; require_video({env_id!r}, 'envpool')"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-
-
-@pytest.mark.parametrize("env_id, reason", [("Blackjack-v1", "cannot film"), ("Blackjak-v1", "is not an EnvPool")])
-def test_what_envpool_cannot_draw_is_refused_before_training(tmp_path, capsys, env_id, reason):
-    flags = ["--env-backend=envpool", f"--env-id={env_id}", "--capture-video", "--runs-dir", tmp_path / "runs"]
-    assert run("dqn_torchcompile", *flags) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"{env_id}" in line and reason in line
-    assert not (tmp_path / "runs").exists()
-
-
-def test_without_egl_the_remedy_is_told(monkeypatch):
-    def missing(name, mode):
-        raise OSError(f"{name}: cannot open shared object file")
-
-    monkeypatch.setattr(evaluation.ctypes, "CDLL", missing)
-    with pytest.raises(UsageError, match=r"cannot film Hopper-v5 here: libEGL.* install libegl1"):
-        evaluation.require_video("Hopper-v5", "envpool")
+    assert line == "evaluate: --capture-video: cannot film Blackjack-v1 here: EnvPool does not draw it"
 
 
 TASKS = (
