@@ -24,6 +24,7 @@ from leanrl.ppo_continuous_action import Agent
 from leanrl.sebulba.environments import make_pool
 from leanrl.support import evaluation
 from leanrl.support.atari import AtariVectorEnv
+from leanrl.support.envs import make_envs
 from leanrl.support.errors import UsageError
 from leanrl.tools import evaluate
 from leanrl.tools.common import run_tool
@@ -412,33 +413,51 @@ def test_video_of_a_distributed_agent_is_envpools(tmp_path, monkeypatch, capsys)
     capsys.readouterr()
     cards = untrained_distributed(tmp_path / "cards", "Blackjack-v1")
     line = one_line(monkeypatch, capsys, cards, "--capture-video")
-    assert line.startswith("evaluate: --capture-video: cannot film Blackjack-v1 here: EnvPool does not draw it (")
+    assert line == "evaluate: --capture-video: cannot film Blackjack-v1 here: EnvPool does not draw it"
 
 
-@pytest.mark.parametrize("env_id", ["Hopper-v5", "CheetahRun-v1"])
-def test_envpool_draws_mujoco(opengl, env_id):
-    """In a process of its own: where EnvPool finds no OpenGL, it ends the process."""
-    code = f"from leanrl.support.evaluation import require_video; require_video({env_id!r}, 'envpool')"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+TASKS = (
+    "Ant",
+    "HalfCheetah",
+    "Hopper",
+    "Humanoid",
+    "InvertedDoublePendulum",
+    "InvertedPendulum",
+    "Swimmer",
+    "Walker2d",
+)
 
 
-@pytest.mark.parametrize("env_id, reason", [("Blackjack-v1", "cannot film"), ("Blackjak-v1", "is not an EnvPool")])
+@pytest.mark.parametrize("env_id", [f"{task}-{version}" for task in TASKS for version in ("v4", "v5")])
+def test_mujoco_tasks_of_envpool_can_be_filmed_as_gymnasiums(env_id):
+    assert evaluation.drawing_backend(env_id, "envpool") == "gymnasium"
+    theirs, envs = envpool.make_spec(env_id), make_envs(env_id, 1, seed=1)
+    assert theirs.gymnasium_observation_space.shape == envs.single_observation_space.shape
+    np.testing.assert_allclose(theirs.gymnasium_action_space.low, envs.single_action_space.low, rtol=1e-6)
+    np.testing.assert_allclose(theirs.gymnasium_action_space.high, envs.single_action_space.high, rtol=1e-6)
+
+
+def test_hopper_on_envpool_plays_there_and_is_filmed_in_gymnasium(opengl, tmp_path, monkeypatch):
+    run_dir = untrained(tmp_path / "run", "Hopper-v5")
+    save(run_dir, args={"env_id": "Hopper-v5", "env_backend": "envpool"})
+    (score,) = evaluation.play(run_dir, 1)
+    (filmed,), _ = play_by_hand(run_dir, "Hopper-v5", seed=0, episodes=1)
+    assert evaluate_cli(monkeypatch, run_dir, "--episodes", 1, "--capture-video") == 0
+    assert returns_of(run_dir) == pytest.approx([filmed], rel=1e-6)
+    assert abs(score - filmed) > 1  # other dice
+    assert (run_dir / "videos" / "evaluation_seed0.mp4").exists()
+
+
+@pytest.mark.parametrize(
+    "env_id, reason",
+    [("Blackjack-v1", "cannot film"), ("CheetahRun-v1", "cannot film"), ("Blackjak-v1", "is not an EnvPool")],
+)
 def test_what_envpool_cannot_draw_is_refused_before_training(tmp_path, capsys, env_id, reason):
     flags = ["--env-backend=envpool", f"--env-id={env_id}", "--capture-video", "--runs-dir", tmp_path / "runs"]
     assert run("dqn_torchcompile", *flags) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"{env_id}" in line and reason in line
+    assert env_id in line and reason in line
     assert not (tmp_path / "runs").exists()
-
-
-def test_without_egl_the_remedy_is_told(monkeypatch):
-    def missing(name, mode):
-        raise OSError(f"{name}: cannot open shared object file")
-
-    monkeypatch.setattr(evaluation.ctypes, "CDLL", missing)
-    with pytest.raises(UsageError, match=r"cannot film Hopper-v5 here: libEGL.* install libegl1"):
-        evaluation.require_video("Hopper-v5", "envpool")
 
 
 def test_frames_of_odd_size(tmp_path):

@@ -36,8 +36,9 @@ class RunArgs:
     save_model: bool = False
     """write model.pt at the end, which `python -m leanrl.tools.evaluate RUN_DIR` plays"""
     capture_video: bool = False
-    """play one episode with the trained policy at the end and write it as mp4 into the run directory; what stepped the
-    environments in training (Gymnasium or EnvPool) draws it, and the run is refused at once where that cannot"""
+    """play one episode with the trained policy at the end and write it as mp4 into the run directory.
+    Gymnasium or EnvPool draws it, whichever stepped the environments, but MuJoCo always Gymnasium; where that cannot,
+    the run is refused at once"""
     track: bool = False
     """also log to Weights & Biases (offline when no key is configured)"""
     wandb_project_name: str = "leanrl"

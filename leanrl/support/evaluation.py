@@ -1,6 +1,5 @@
 """Playing a saved model: whole episodes, optionally a video."""
 
-import ctypes
 import importlib
 import math
 import os
@@ -148,7 +147,10 @@ def make_evaluation_envs(args: dict, seed: int, rendering: bool, protocol: Atari
         envs = make_atari_envs(env_id, 1, seed, protocol.for_evaluation(sticky), render_mode=render_mode, **at)
         return envs, envs
     # The other backend's environment of that name has other dice, may have other observations, or may not be there.
-    if is_distributed(args) or args.get("env_backend") == "envpool":
+    backend = "envpool" if is_distributed(args) else args.get("env_backend", "gymnasium")
+    if rendering:
+        backend = drawing_backend(env_id, backend)
+    if backend == "envpool":
         require_envpool_env(env_id, f"EnvPool's {env_id}")
         if rendering:
             require_envpool_drawing(env_id)
@@ -188,10 +190,28 @@ def record_video(run_dir: Path) -> Path:
 
 def require_video(env_id: str, backend: EnvBackend = "gymnasium") -> None:
     """UsageError unless this machine can film ``env_id`` of ``backend``; for ``--capture-video``, before training."""
-    if backend == "envpool":
+    if drawing_backend(env_id, backend) == "envpool":
         require_envpool_drawing(env_id)
     else:
         make_rendering_env(env_id).close()
+
+
+def drawing_backend(env_id: str, backend: EnvBackend) -> EnvBackend:
+    """The backend that films ``env_id`` of ``backend``: itself, but Gymnasium for its MuJoCo tasks on EnvPool.
+
+    Raises:
+        UsageError: EnvPool has no such environment, or it is a MuJoCo task that Gymnasium has not.
+    """
+    if backend == "gymnasium":
+        return backend
+    require_envpool_env(env_id, f"EnvPool's {env_id}")
+    module, *_ = require_envpool(env_id).registration.registry.specs[env_id]
+    if not module.startswith("envpool.mujoco"):
+        return backend
+    # EnvPool 1.2 brings an OpenGL of its own; unless its MuJoCo finds that before the system's, it ends the process.
+    if env_id not in gym.registry:
+        raise UsageError(f"--capture-video: cannot film {env_id}: Gymnasium draws MuJoCo, and has no such environment")
+    return "gymnasium"
 
 
 def require_ffmpeg() -> None:
@@ -205,23 +225,14 @@ def require_ffmpeg() -> None:
 
 
 def require_envpool_drawing(env_id: str) -> None:
-    """UsageError unless EnvPool has and draws ``env_id``, which it does not say before it is asked to."""
+    """UsageError unless EnvPool draws ``env_id``, which it does not say before it is asked to."""
     require_ffmpeg()
-    require_envpool_env(env_id, f"EnvPool's {env_id}")
-    refused = f"--capture-video: cannot film {env_id} here"
-    module, *_ = require_envpool(env_id).registration.registry.specs[env_id]
-    if module.startswith("envpool.mujoco"):
-        # It looks for OpenGL among the libraries that all of the process sees, and ends the process where it is not.
-        try:
-            ctypes.CDLL("libEGL.so.1", ctypes.RTLD_GLOBAL)
-        except OSError as error:
-            raise UsageError(f"{refused}: {error}; install libegl1 (Debian: apt install libegl1)") from None
     with closing(EnvPoolVectorEnv(env_id, [0], 1, render_mode="rgb_array")) as envs:
         envs.reset()
         try:
             envs.render()
-        except RuntimeError as error:
-            raise UsageError(f"{refused}: EnvPool does not draw it ({error})") from None
+        except RuntimeError:
+            raise UsageError(f"--capture-video: cannot film {env_id} here: EnvPool does not draw it") from None
 
 
 def make_rendering_env(env_id: str) -> gym.Env:

@@ -1,8 +1,9 @@
 """Plays saved models: whole episodes with the policy that training ended with.
 
 A run saves its model when it is trained with --save-model. The same seed gives the same returns. A model that was
-trained on EnvPool plays there. Actions are the means or the best ones; the Atari and the distributed scripts' are
-sampled as in training. Of Atari games, returns are the scores of whole ones, over all lives.
+trained on EnvPool plays there, but MuJoCo with --capture-video in Gymnasium. Actions are the means or the best ones;
+the Atari and the distributed scripts' are sampled as in training. Of Atari games, returns are the scores of whole ones,
+over all lives.
 
     python -m leanrl.tools.evaluate runs/Hopper-v5__ppo_continuous_action__1__1700000000
     python -m leanrl.tools.evaluate runs/* --episodes 100 --seed 7
