@@ -147,53 +147,33 @@ def assert_moved_together(start: dict, expected: dict, got: dict, tolerance: flo
 # ----------------------------------------------------------------------------------------------------------- EQUALITY
 
 
-@in_either_precision
-@in_every_mode
-def test_td3_equals_the_reference(mode, device, amp):
-    reference = learner("td3_continuous_action", "eager", device, amp=amp)
-    fast = learner("td3_continuous_action_torchcompile", mode, device, amp=amp)
-    start, ours = parameters(reference), parameters(fast)
-    assert all(torch.equal(start[name], ours[name]) for name in start)
-    for side in (reference, fast):
-        torch.manual_seed(2)
-        for n in range(1, NUM_UPDATES + 1):
-            side.update(n % 2 == 0)
-    assert steps_of(fast) == {"actor_optimizer": NUM_UPDATES // 2, "q_optimizer": NUM_UPDATES}
-    tolerance = 1e-3 if amp == "none" else BF16_TOLERANCE
-    assert_moved_together(start, parameters(reference), parameters(fast), tolerance)
-    assert_same_losses(fast.losses, reference.losses, amp)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"autotune": False, "target_network_frequency": 3}, {"amp": "bf16"}],
-    ids=["autotune", "fixed", "bf16"],
-)
-@in_every_mode
-def test_sac_equals_the_reference(mode, changes, device):
+def assert_equal_training(script: str, mode: str, device: torch.device, turn, steps: dict, fixed=(), **changes) -> None:
     """With every sequence of batches to 5e-2 of the way, and with one of six at least far closer, on any processor.
 
-    Where both critics say nearly the same of an action, rounding decides which is the lower one, and that the actor
-    learns from: in two of five sequences that leads 1e-2 of the way apart, else 1e-6. A variant that computed something
-    else would do so in all of them.
+    Where both critics say nearly the same, rounding decides which is the lower one, and that is learned from: in about
+    one of four sequences that leads 1e-3 to 1e-2 of the way apart, else 1e-6. A variant that computed something else
+    would do so in all of them.
+
+    Args:
+        turn: the arguments of update n, from 1.
+        steps: what each optimiser of the variant is to have counted.
+        fixed: names of what is not to move.
+        changes: of the scripts' arguments.
     """
-    rounded = "amp" in changes
+    rounded = changes.get("amp") == "bf16"
     for seed in range(2, 8):
-        reference = learner("sac_continuous_action", "eager", device, **changes)
-        fast = learner("sac_continuous_action_torchcompile", mode, device, **changes)
+        reference = learner(script, "eager", device, **changes)
+        fast = learner(f"{script}_torchcompile", mode, device, **changes)
         start, ours = parameters(reference), parameters(fast)
         assert all(torch.equal(start[name], ours[name]) for name in start)
         for side in (reference, fast):
             torch.manual_seed(seed)
             for n in range(1, NUM_UPDATES + 1):
-                side.update(n % 2 == 0, n % side.args.target_network_frequency == 0)
-        actor_steps = NUM_UPDATES // 2 * 2  # two at a time, every second update
-        alpha_steps = actor_steps if changes.get("autotune", True) else 0
-        expected_steps = {"actor_optimizer": actor_steps, "q_optimizer": NUM_UPDATES, "a_optimizer": alpha_steps}
-        assert steps_of(fast) == expected_steps
+                side.update(*turn(n))
+        assert steps_of(fast) == steps
         expected, got = parameters(reference), parameters(fast)
-        if not alpha_steps:
-            assert torch.equal(got.pop("log_alpha"), start.pop("log_alpha"))
+        for name in fixed:
+            assert torch.equal(got.pop(name), start.pop(name))
         assert_moved_together(start, expected, got, tolerance=BF16_TOLERANCE if rounded else 5e-2)
         try:
             assert_moved_together(start, expected, got, tolerance=BF16_TOLERANCE if rounded else 1e-3)
@@ -203,6 +183,28 @@ def test_sac_equals_the_reference(mode, changes, device):
                 raise
         else:
             break
+
+
+@in_either_precision
+@in_every_mode
+def test_td3_equals_the_reference(mode, device, amp):
+    steps = {"actor_optimizer": NUM_UPDATES // 2, "q_optimizer": NUM_UPDATES}
+    assert_equal_training("td3_continuous_action", mode, device, lambda n: (n % 2 == 0,), steps, amp=amp)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"autotune": False, "target_network_frequency": 3}, {"amp": "bf16"}],
+    ids=["autotune", "fixed", "bf16"],
+)
+@in_every_mode
+def test_sac_equals_the_reference(mode, changes, device):
+    frequency = changes.get("target_network_frequency", 1)
+    actor_steps = NUM_UPDATES // 2 * 2  # two at a time, every second update
+    fixed = () if changes.get("autotune", True) else ("log_alpha",)
+    steps = {"actor_optimizer": actor_steps, "q_optimizer": NUM_UPDATES, "a_optimizer": 0 if fixed else actor_steps}
+    turn = lambda n: (n % 2 == 0, n % frequency == 0)  # noqa: E731
+    assert_equal_training("sac_continuous_action", mode, device, turn, steps, fixed, **changes)
 
 
 @in_either_precision
