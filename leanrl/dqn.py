@@ -3,7 +3,7 @@
 Paper: https://www.nature.com/articles/nature14236. Algorithm, names, hyperparameters and structure follow CleanRL's
 https://docs.cleanrl.dev/rl-algorithms/dqn/#dqnpy; what differs: steps that only reset an environment are
 not stored, and each environment draws its own number to decide whether it explores.
-Its fast sibling, which computes the same numbers, is dqn_torchcompile.py.
+The same program made fast is dqn_torchcompile.py.
 
     python leanrl/dqn.py --env-id CartPole-v1
     python leanrl/dqn.py --env-id Acrobot-v1 --seed 2 --save-model --capture-video

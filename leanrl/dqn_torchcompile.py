@@ -1,7 +1,7 @@
 """Deep Q-Network (DQN), made fast with torch.compile and CUDA graphs.
 
-The same algorithm and numbers as dqn.py (read that first; a diff of the two is the documentation of what was made
-fast). ``--compile`` and ``--cudagraphs`` switch each lever by itself.
+The same program as dqn.py: read that first, then a diff of the two, which shows what was made fast. ``--compile`` and
+``--cudagraphs`` switch each lever by itself.
 
     python leanrl/dqn_torchcompile.py --env-id CartPole-v1 --compile
     python leanrl/dqn_torchcompile.py --compile --cudagraphs     # on a CUDA device
@@ -11,7 +11,7 @@ What is different, most of it with its measured gain in doc/optimizations.md:
   and train; a step of the environment between two updates costs the greedy action, or nothing where a random one was
   drawn;
 - the greedy action for one observation is compiled into a few loops, without calls of a matrix library;
-- gradients by torch.func, and Adam over one flat vector.
+- Adam's step is one that torch.compile traces, as it does ``loss.backward()``: an update is one graph.
 
 Measured speed and learning curves: doc/benchmarks/dqn.md
 """

@@ -3,7 +3,7 @@
 Paper: https://arxiv.org/abs/1812.05905. Algorithm, names, hyperparameters and structure follow CleanRL's
 https://docs.cleanrl.dev/rl-algorithms/sac/#sac_continuous_actionpy; what differs: steps that only reset an
 environment are not stored.
-Its fast sibling, which computes the same numbers, is sac_continuous_action_torchcompile.py.
+The same program made fast is sac_continuous_action_torchcompile.py.
 
     python leanrl/sac_continuous_action.py --env-id HalfCheetah-v5
     python leanrl/sac_continuous_action.py --env-id Hopper-v5 --seed 2 --save-model --capture-video

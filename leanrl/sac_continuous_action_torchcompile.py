@@ -1,19 +1,17 @@
 """Soft Actor-Critic (SAC), made fast with torch.compile and CUDA graphs.
 
-The same algorithm and numbers as sac_continuous_action.py (read that first; a diff of the two is the documentation of
-what was made fast). ``--compile`` and ``--cudagraphs`` switch each lever by itself.
+The same program as sac_continuous_action.py: read that first, then a diff of the two, which shows what was made fast.
+``--compile``, ``--cudagraphs`` and ``--one-graph`` switch each lever by itself.
 
     python leanrl/sac_continuous_action_torchcompile.py --env-id HalfCheetah-v5 --compile
     python leanrl/sac_continuous_action_torchcompile.py --compile --amp bf16       # faster where there are bf16 units
-    python leanrl/sac_continuous_action_torchcompile.py --compile --cudagraphs     # on a CUDA device
+    python leanrl/sac_continuous_action_torchcompile.py --compile --cudagraphs     # on a CUDA device, or --one-graph
 
 What is different, most of it with its measured gain in doc/optimizations.md:
 - a step of the environment costs one copy in, one call and one copy out: the call writes the transition to the replay,
   samples a batch, trains critics, actor and entropy coefficient, moves the targets, and acts;
-- the critics are one network with a batch dimension of two;
-- gradients by torch.func, Adam and the targets' averages over one flat vector each;
-- the policy that the entropy coefficient is tuned for is the one that the next actor step starts from: in one graph,
-  the compiler computes it once.
+- Adam's step is one that torch.compile traces, as it does ``loss.backward()``: an update is one graph;
+- with ``--one-graph`` a step is one CUDA graph, copies included (leanrl/support/onegraph.py).
 
 Measured speed and learning curves: doc/benchmarks/sac_continuous_action.md
 """

@@ -3,7 +3,7 @@
 Paper: https://arxiv.org/abs/1802.09477. Algorithm, names, hyperparameters and structure follow CleanRL's
 https://docs.cleanrl.dev/rl-algorithms/td3/#td3_continuous_actionpy; what differs: steps that only
 reset an environment are not stored, and target actions are clipped to the bounds dimension by dimension.
-Its fast sibling, which computes the same numbers, is td3_continuous_action_torchcompile.py.
+The same program made fast is td3_continuous_action_torchcompile.py.
 
     python leanrl/td3_continuous_action.py --env-id HalfCheetah-v5
     python leanrl/td3_continuous_action.py --env-id Hopper-v5 --seed 2 --save-model --capture-video

@@ -141,3 +141,20 @@ def test_nothing_leaves_the_device(make, monkeypatch):
     with Watch() as watch:  # and what does leave it is seen
         torch.zeros(3).to(META)
     assert watch.off_device
+
+
+# Operations of commit 6b6cff2, whose updates were written out over flat vectors: observe, update, update with the actor
+# and act; DQN's are greedy, learn and update.
+FORMER_OPERATIONS = {td3: [26, 151, 271, 24], sac: [26, 176, 644, 39], dqn: [9, 128, 104]}
+
+
+@pytest.mark.parametrize("make", FORMER_OPERATIONS, ids=lambda make: make.__name__)
+def test_few_operations_are_launched(make, monkeypatch):
+    """Each is a launch on a GPU, where nothing is compiled: loops over parameters would multiply them."""
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # has no meta device
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)
+    for captured, former in zip(make(), FORMER_OPERATIONS[make], strict=True):
+        captured()
+        with Watch() as watch:
+            captured()
+        assert watch.count <= 1.2 * former
