@@ -14,6 +14,7 @@ Measured speed and learning curves: doc/benchmarks/dqn.md
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import gymnasium as gym
@@ -164,13 +165,18 @@ def update_target(q_network: QNetwork, target_network: QNetwork, tau: float) -> 
 
 
 @torch.no_grad()
-def act(q_network: QNetwork, obs: torch.Tensor, num_actions: int, epsilon: float) -> np.ndarray:
-    """Epsilon-greedy actions: [N, obs_dim] -> [N]"""
+def greedy(q_network: QNetwork, obs: torch.Tensor) -> torch.Tensor:
+    """The best actions: [N, obs_dim] -> [N]"""
+    return q_network(obs).argmax(1)
+
+
+def act(best: Callable, obs: torch.Tensor | np.ndarray, num_actions: int, epsilon: float) -> np.ndarray:
+    """Epsilon-greedy actions [N]; ``best(obs)``, where one is needed, gives the greedy ones of ``obs`` [N, obs_dim]."""
     coins, choices = np.random.random((2, len(obs)))
     actions = (choices * num_actions).astype(np.int64)
-    greedy = coins >= epsilon
-    if greedy.any():
-        actions[greedy] = q_network(obs).argmax(1).cpu().numpy()[greedy]
+    is_greedy = coins >= epsilon
+    if is_greedy.any():
+        actions[is_greedy] = best(obs).cpu().numpy()[is_greedy]
     return actions
 
 
@@ -227,7 +233,7 @@ def main(args: Args) -> None:
         run.start_clock()
         while run.global_step < run.total_steps and not run.stop_requested:
             epsilon = linear_schedule(args, run.global_step)
-            actions = act(q_network, obs, num_actions, epsilon)
+            actions = act(partial(greedy, q_network), obs, num_actions, epsilon)
             next_obs, rewards, terminations, truncations, _ = envs.step(actions)
             dones = terminations | truncations
             run.global_step += args.num_envs

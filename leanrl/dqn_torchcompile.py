@@ -180,6 +180,22 @@ def update_target(q_network: QNetwork, target_network: QNetwork, tau: float) -> 
 # ------------------------------------------------------------------------------------------------------------ ACTING
 
 
+@torch.no_grad()
+def greedy(q_network: QNetwork, obs: torch.Tensor) -> torch.Tensor:
+    """The best actions: [N, obs_dim] -> [N]"""
+    return q_network(obs).argmax(1)
+
+
+def act(best: Callable, obs: torch.Tensor | np.ndarray, num_actions: int, epsilon: float) -> np.ndarray:
+    """Epsilon-greedy actions [N]; ``best(obs)``, where one is needed, gives the greedy ones of ``obs`` [N, obs_dim]."""
+    coins, choices = np.random.random((2, len(obs)))
+    actions = (choices * num_actions).astype(np.int64)
+    is_greedy = coins >= epsilon
+    if is_greedy.any():
+        actions[is_greedy] = best(obs).cpu().numpy()[is_greedy]
+    return actions
+
+
 class Staging:
     """Transitions on the CPU that wait to be written to the replay, all in one copy.
 
@@ -243,23 +259,25 @@ def make_executables(q_network: QNetwork, replay: Replay, staging: Staging, upda
     """The functions of the loop, compiled and captured as the flags say.
 
     Returns:
-        ``greedy(obs)``: [N, obs_dim] -> the best actions [N];
+        ``best(obs)``: an array [N, obs_dim] -> the greedy actions [N];
         ``learn(rows)``: writes what was staged to the replay and takes an update;
         ``update()``: takes another one.
     """
     device = replay.rows.device
     as_sums = args.compile and device.type == "cpu" and args.num_envs == 1
-
-    @torch.no_grad()
-    def greedy(obs: torch.Tensor) -> torch.Tensor:
-        return (mlp_as_sums(q_network, obs) if as_sums else q_network(obs)).argmax(1)
+    network = partial(mlp_as_sums, q_network) if as_sums else q_network
 
     def learn(rows: torch.Tensor) -> None:
         replay.add(*staging.split(rows))
         update()
 
     executable = partial(make_executable, device=device, compile=args.compile, cudagraphs=args.cudagraphs)
-    return executable(greedy, cpp_wrapper=False), executable(learn), executable(update)
+    just_best = executable(partial(greedy, network), cpp_wrapper=False)
+
+    def best(obs: np.ndarray) -> torch.Tensor:
+        return just_best(torch.from_numpy(np.asarray(obs, np.float32)).to(device))
+
+    return best, executable(learn), executable(update)
 
 
 # -------------------------------------------------------------------------------------------------------------- MAIN
@@ -284,7 +302,7 @@ def main(args: Args) -> None:
     num_staged = min(math.ceil(1 / (args.num_envs * args.updates_per_step)), max(1, args.buffer_size // args.num_envs))
     staging = Staging(num_staged, args.num_envs, obs_dim, device)
     just_update, losses = make_update(q_network, target_network, optimizer, replay, args)
-    greedy, learn, update = make_executables(q_network, replay, staging, just_update, args)
+    best, learn, update = make_executables(q_network, replay, staging, just_update, args)
     episodes = EpisodeStatistics(args.num_envs)
     state = OffPolicyState(
         args,
@@ -311,7 +329,7 @@ def main(args: Args) -> None:
         with run.warmup(), untouched(state.tensors(), device):
             replay.size.clamp_(min=1)  # there must be a transition to sample
             for _ in range(WARMUP_CALLS if args.compile or args.cudagraphs else 1):
-                greedy(torch.zeros(args.num_envs, obs_dim, device=device))
+                best(np.zeros((args.num_envs, obs_dim)))
                 learn(staging.take())
                 if args.num_envs * args.updates_per_step > 1:
                     update()
@@ -322,12 +340,7 @@ def main(args: Args) -> None:
         run.start_clock()
         while run.global_step < run.total_steps and not run.stop_requested:
             epsilon = linear_schedule(args, run.global_step)
-            coins, choices = np.random.random((2, args.num_envs))
-            actions = (choices * num_actions).astype(np.int64)
-            is_greedy = coins >= epsilon
-            if is_greedy.any():
-                best = greedy(torch.from_numpy(np.asarray(obs, np.float32)).to(device))
-                actions[is_greedy] = best.cpu().numpy()[is_greedy]
+            actions = act(best, obs, num_actions, epsilon)
             next_obs, rewards, terminations, truncations, _ = envs.step(actions)
             dones = terminations | truncations
             run.global_step += args.num_envs

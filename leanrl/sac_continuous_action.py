@@ -205,7 +205,7 @@ class Noise(NamedTuple):
     @classmethod
     def draw(cls, actions: torch.Tensor, actor_steps: int) -> "Noise":
         """For a batch with ``actions`` [B, action_dim] and so many steps of the actor."""
-        noise = torch.randn(1 + 2 * actor_steps, *actions.shape, device=actions.device)
+        noise = actions.new_empty(1 + 2 * actor_steps, *actions.shape).normal_()
         return cls(noise[0], *noise[1:].split(actor_steps)) if actor_steps else cls(noise[0], noise[1:], noise[1:])
 
 

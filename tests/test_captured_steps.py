@@ -76,8 +76,8 @@ def dqn():
     rows, obs = staging.take().to(META), torch.zeros(NUM_ENVS, OBS_DIM, device=META)
     optimizer = Adam(network.parameters(), lr=1e-3)
     update, _ = script.make_update(network, deepcopy(network), optimizer, replay, script.Args())
-    greedy, learn, update = script.make_executables(network, replay, staging, update, script.Args())
-    return [lambda: greedy(obs), lambda: learn(rows), update]
+    _, learn, update = script.make_executables(network, replay, staging, update, script.Args())
+    return [lambda: script.greedy(network, obs), lambda: learn(rows), update]
 
 
 def ppo():

@@ -233,7 +233,7 @@ SHARED = {
         "Critics Actor sac_target critic_loss actor_loss alpha_loss Noise make_update load_policy validate"
     ),
     "td3_continuous_action": "Critics Actor td3_target critic_loss make_update load_policy validate",
-    "dqn": "QNetwork dqn_target dqn_loss linear_schedule make_update update_target load_policy validate",
+    "dqn": "QNetwork dqn_target dqn_loss linear_schedule make_update update_target greedy act load_policy validate",
 }
 
 

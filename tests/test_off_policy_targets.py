@@ -3,6 +3,7 @@
 import importlib
 import math
 from copy import deepcopy
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -157,19 +158,21 @@ def slow_sac(actor, critics, log_alpha, batches, args):
     optimizers = [adam(actor, args.policy_lr), adam(critics, args.q_lr)]
     a_optimizer = torch.optim.Adam([log_alpha], lr=args.q_lr)
     for n, (obs, next_obs, actions, rewards, terminations) in enumerate(batches, start=1):
+        # All of an update at once, as the script draws it: for the targets, twice the actor, twice the coefficient.
+        noise = torch.randn(1 if n % 2 else 5, *actions.shape, dtype=actions.dtype)
         with torch.no_grad():
-            next_actions, log_pi = density(*actor(next_obs), torch.randn_like(actions))
+            next_actions, log_pi = density(*actor(next_obs), noise[0])
             q_next = torch.min(qf1_target(next_obs, next_actions), qf2_target(next_obs, next_actions))
             y = rewards + torch.where(terminations > 0, 0.0, 0.99 * (q_next - log_alpha.exp() * log_pi))
         step(optimizers[1], F.mse_loss(qf1(obs, actions), y) + F.mse_loss(qf2(obs, actions), y))
         if n % 2 == 0:
-            for _ in range(2):
-                pi, log_pi = density(*actor(obs), torch.randn_like(actions))
+            for i in (1, 2):
+                pi, log_pi = density(*actor(obs), noise[i])
                 min_qf = torch.min(qf1(obs, pi), qf2(obs, pi))
                 step(optimizers[0], (log_alpha.exp().detach() * log_pi - min_qf).mean())
                 if args.autotune:
                     with torch.no_grad():
-                        _, log_pi = density(*actor(obs), torch.randn_like(actions))
+                        _, log_pi = density(*actor(obs), noise[i + 2])
                     step(a_optimizer, -(log_alpha.exp() * (log_pi - 2.0)).mean())  # two dimensions of actions
         move(critics_target, critics, 0.005)
     return critics_target
@@ -315,6 +318,6 @@ def test_epsilon_is_the_share_of_random_actions():
     with torch.no_grad():
         q_network[-1].bias[2] = 100.0
     for epsilon in (0.0, 0.4, 1.0):
-        actions = dqn.act(q_network, torch.zeros(40_000, OBS_DIM), 4, epsilon)
+        actions = dqn.act(partial(dqn.greedy, q_network), torch.zeros(40_000, OBS_DIM), 4, epsilon)
         expected = np.full(4, epsilon / 4) + (np.arange(4) == 2) * (1 - epsilon)
         assert np.bincount(actions, minlength=4) / 40_000 == pytest.approx(expected, abs=0.01)
