@@ -67,11 +67,11 @@ class CompiledStep:
         if self._graph is None:
             import torch._dynamo
 
-            # Graphs are called past Dynamo. In its cache they would only be in the way: it takes functions that share
-            # their code, as those of one factory do, for recompilations of one, refuses the ninth, and tries each
-            # one's guards on the others, which may raise (AttributeError in PyTorch 2.13).
-            torch._dynamo.reset()
-            with torch._dynamo.config.patch(trace_autograd_ops=True):  # .backward() is a part of the graph
+            # Functions made by one factory share their code: Dynamo takes each for a recompilation of the first, and
+            # would refuse the ninth. So many may be compiled in all.
+            limit = torch._dynamo.config.accumulated_recompile_limit
+            # trace_autograd_ops: .backward() is a part of the graph.
+            with torch._dynamo.config.patch(recompile_limit=limit, trace_autograd_ops=True):
                 result = self._first_call(*args)
             # Where the arguments and the result stand among the graph's inputs and outputs.
             places = [[i for i, x in enumerate(self._inputs) if x is arg] for arg in args]
