@@ -73,6 +73,9 @@ class CompiledStep:
             # trace_autograd_ops: .backward() is a part of the graph.
             with torch._dynamo.config.patch(recompile_limit=limit, trace_autograd_ops=True):
                 result = self._first_call(*args)
+            # PyTorch 2.13: where a graph reads a .grad that it has set to None, Dynamo's only None keeps the place, and
+            # what this process compiles next takes its own None from there.
+            torch._dynamo.variables.ConstantVariable.create(None).source = None
             # Where the arguments and the result stand among the graph's inputs and outputs.
             places = [[i for i, x in enumerate(self._inputs) if x is arg] for arg in args]
             self._places = [(i, place) for i, found in enumerate(places) for place in found]
