@@ -106,6 +106,10 @@ bench)
     esac
     exec .venv/bin/python -m "leanrl.tools.$name" "$@"
   fi
+  sibling=${name%_onegraph}_torchcompile
+  case $name in
+  *_onegraph) [ ! -f "leanrl/$sibling.py" ] || die "$name is a mode now: ./run.sh $sibling --compile --one-graph" ;;
+  esac
   die "no script or tool is called $command; ./run.sh --help lists what there is"
   ;;
 esac

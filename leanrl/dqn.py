@@ -3,7 +3,7 @@
 Paper: https://www.nature.com/articles/nature14236. Algorithm, names, hyperparameters and structure follow CleanRL's
 https://docs.cleanrl.dev/rl-algorithms/dqn/#dqnpy; what differs: steps that only reset an environment are
 not stored, and each environment draws its own number to decide whether it explores.
-Its fast sibling, which computes the same numbers, is dqn_torchcompile.py.
+The same program made fast is dqn_torchcompile.py.
 
     python leanrl/dqn.py --env-id CartPole-v1
     python leanrl/dqn.py --env-id Acrobot-v1 --seed 2 --save-model --capture-video
@@ -14,6 +14,7 @@ Measured speed and learning curves: doc/benchmarks/dqn.md
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import gymnasium as gym
@@ -96,7 +97,7 @@ class QNetwork(nn.Sequential):
 
     def __init__(self, obs_dim: int, num_actions: int) -> None:
         super().__init__(
-            nn.Linear(obs_dim, 120),
+            Float32Linear(obs_dim, 120),
             nn.ReLU(),
             nn.Linear(120, 84),
             nn.ReLU(),
@@ -146,9 +147,9 @@ def make_update(
             with torch.no_grad():
                 td_target = dqn_target(target_network, batch, args.gamma)
             loss, q_value = dqn_loss(q_network(batch.obs), batch.actions, td_target)
-        optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
         losses.copy_(torch.stack([loss.detach(), q_value.detach()]))
 
     return update, losses
@@ -157,21 +158,25 @@ def make_update(
 @torch.no_grad()
 def update_target(q_network: QNetwork, target_network: QNetwork, tau: float) -> None:
     """Moves the target's parameters ``tau`` of the way to the trained ones."""
-    for parameter, target_parameter in zip(q_network.parameters(), target_network.parameters(), strict=True):
-        target_parameter.lerp_(parameter, tau)
+    torch._foreach_lerp_(list(target_network.parameters()), list(q_network.parameters()), tau)
 
 
 # ------------------------------------------------------------------------------------------------------------ ACTING
 
 
 @torch.no_grad()
-def act(q_network: QNetwork, obs: torch.Tensor, num_actions: int, epsilon: float) -> np.ndarray:
-    """Epsilon-greedy actions: [N, obs_dim] -> [N]"""
+def greedy(q_network: QNetwork, obs: torch.Tensor) -> torch.Tensor:
+    """The best actions: [N, obs_dim] -> [N]"""
+    return q_network(obs).argmax(1)
+
+
+def act(best: Callable, obs: torch.Tensor | np.ndarray, num_actions: int, epsilon: float) -> np.ndarray:
+    """Epsilon-greedy actions [N]; ``best(obs)``, where one is needed, gives the greedy ones of ``obs`` [N, obs_dim]."""
     coins, choices = np.random.random((2, len(obs)))
     actions = (choices * num_actions).astype(np.int64)
-    greedy = coins >= epsilon
-    if greedy.any():
-        actions[greedy] = q_network(obs).argmax(1).cpu().numpy()[greedy]
+    is_greedy = coins >= epsilon
+    if is_greedy.any():
+        actions[is_greedy] = best(obs).cpu().numpy()[is_greedy]
     return actions
 
 
@@ -228,7 +233,7 @@ def main(args: Args) -> None:
         run.start_clock()
         while run.global_step < run.total_steps and not run.stop_requested:
             epsilon = linear_schedule(args, run.global_step)
-            actions = act(q_network, obs, num_actions, epsilon)
+            actions = act(partial(greedy, q_network), obs, num_actions, epsilon)
             next_obs, rewards, terminations, truncations, _ = envs.step(actions)
             dones = terminations | truncations
             run.global_step += args.num_envs

@@ -1,7 +1,7 @@
 """Deep Q-Network (DQN), made fast with torch.compile and CUDA graphs.
 
-The same algorithm and numbers as dqn.py (read that first; a diff of the two is the documentation of what was made
-fast). ``--compile`` and ``--cudagraphs`` switch each lever by itself.
+The same program as dqn.py: read that first, then a diff of the two, which shows what was made fast. ``--compile`` and
+``--cudagraphs`` switch each lever by itself.
 
     python leanrl/dqn_torchcompile.py --env-id CartPole-v1 --compile
     python leanrl/dqn_torchcompile.py --compile --cudagraphs     # on a CUDA device
@@ -11,13 +11,14 @@ What is different, most of it with its measured gain in doc/optimizations.md:
   and train; a step of the environment between two updates costs the greedy action, or nothing where a random one was
   drawn;
 - the greedy action for one observation is compiled into a few loops, without calls of a matrix library;
-- gradients by torch.func, and Adam over one flat vector.
+- Adam's step is one that torch.compile traces, as it does ``loss.backward()``: an update is one graph.
 
 Measured speed and learning curves: doc/benchmarks/dqn.md
 """
 
 import math
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -39,7 +40,7 @@ from leanrl.support.executables import WARMUP_CALLS, make_executable, untouched
 from leanrl.support.inductor import mlp_as_sums
 from leanrl.support.layers import Float32Linear
 from leanrl.support.off_policy import OffPolicyState, named_losses, require_off_policy
-from leanrl.support.optim import FlatAdam
+from leanrl.support.optim import Adam
 from leanrl.support.replay import Batch, Replay
 from leanrl.support.run import Run, seed_everything
 
@@ -112,7 +113,7 @@ class QNetwork(nn.Sequential):
 
     def __init__(self, obs_dim: int, num_actions: int) -> None:
         super().__init__(
-            nn.Linear(obs_dim, 120),
+            Float32Linear(obs_dim, 120),
             nn.ReLU(),
             nn.Linear(120, 84),
             nn.ReLU(),
@@ -123,7 +124,7 @@ class QNetwork(nn.Sequential):
 # ------------------------------------------------------------------------------------------------ TARGETS AND LOSSES
 
 
-def dqn_target(target_network: Callable, batch: Batch, gamma: float) -> torch.Tensor:
+def dqn_target(target_network: QNetwork, batch: Batch, gamma: float) -> torch.Tensor:
     """What the network should say of the actions taken, [B] (the paper's algorithm 1)."""
     target_max = target_network(batch.next_obs).amax(1)
     return batch.rewards + gamma * (1.0 - batch.terminations) * target_max
@@ -150,35 +151,49 @@ def linear_schedule(args: Args, global_step: int) -> float:
 
 
 def make_update(
-    optimizer: FlatAdam, target_network: torch.Tensor, replay: Replay, args: Args
+    q_network: QNetwork, target_network: QNetwork, optimizer: Adam, replay: Replay, args: Args
 ) -> tuple[Callable, torch.Tensor]:
-    """The function ``update()`` that trains on one batch, and the losses [2] (LOSS_NAMES) that it writes.
-
-    Args:
-        target_network: flat vector of parameters.
-    """
+    """The function ``update()`` that trains on one batch, and the losses [2] (LOSS_NAMES) that it writes."""
     device_type = replay.rows.device.type
     losses = torch.zeros(len(LOSS_NAMES), device=replay.rows.device)
 
     def update() -> None:
         batch = replay.sample(args.batch_size)
         with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
-            td_target = dqn_target(lambda obs: optimizer.apply(target_network, obs), batch, args.gamma)
-
-        def loss_fn(params: torch.Tensor):
-            with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
-                loss, q_value = dqn_loss(optimizer.apply(params, batch.obs), batch.actions, td_target)
-            return loss, torch.stack([loss, q_value])
-
-        # torch.func instead of .backward(), which breaks the graph in three.
-        grad, parts = torch.func.grad(loss_fn, has_aux=True)(optimizer.params)
-        optimizer.step(grad)
-        losses.copy_(parts)
+            with torch.no_grad():
+                td_target = dqn_target(target_network, batch, args.gamma)
+            loss, q_value = dqn_loss(q_network(batch.obs), batch.actions, td_target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.copy_(torch.stack([loss.detach(), q_value.detach()]))
 
     return update, losses
 
 
+@torch.no_grad()
+def update_target(q_network: QNetwork, target_network: QNetwork, tau: float) -> None:
+    """Moves the target's parameters ``tau`` of the way to the trained ones."""
+    torch._foreach_lerp_(list(target_network.parameters()), list(q_network.parameters()), tau)
+
+
 # ------------------------------------------------------------------------------------------------------------ ACTING
+
+
+@torch.no_grad()
+def greedy(q_network: QNetwork, obs: torch.Tensor) -> torch.Tensor:
+    """The best actions: [N, obs_dim] -> [N]"""
+    return q_network(obs).argmax(1)
+
+
+def act(best: Callable, obs: torch.Tensor | np.ndarray, num_actions: int, epsilon: float) -> np.ndarray:
+    """Epsilon-greedy actions [N]; ``best(obs)``, where one is needed, gives the greedy ones of ``obs`` [N, obs_dim]."""
+    coins, choices = np.random.random((2, len(obs)))
+    actions = (choices * num_actions).astype(np.int64)
+    is_greedy = coins >= epsilon
+    if is_greedy.any():
+        actions[is_greedy] = best(obs).cpu().numpy()[is_greedy]
+    return actions
 
 
 class Staging:
@@ -244,28 +259,30 @@ def make_executables(q_network: QNetwork, replay: Replay, staging: Staging, upda
     """The functions of the loop, compiled and captured as the flags say.
 
     Returns:
-        ``greedy(obs)``: [N, obs_dim] -> the best actions [N];
+        ``best(obs)``: an array [N, obs_dim] -> the greedy actions [N];
         ``learn(rows)``: writes what was staged to the replay and takes an update;
         ``update()``: takes another one.
     """
     device = replay.rows.device
     as_sums = args.compile and device.type == "cpu" and args.num_envs == 1
-
-    def greedy(obs: torch.Tensor) -> torch.Tensor:
-        return (mlp_as_sums(q_network, obs) if as_sums else q_network(obs)).argmax(1)
+    network = partial(mlp_as_sums, q_network) if as_sums else q_network
 
     def learn(rows: torch.Tensor) -> None:
         replay.add(*staging.split(rows))
         update()
 
     executable = partial(make_executable, device=device, compile=args.compile, cudagraphs=args.cudagraphs)
-    return executable(greedy, cpp_wrapper=False), executable(learn), executable(update)
+    just_best = executable(partial(greedy, network), cpp_wrapper=False)
+
+    def best(obs: np.ndarray) -> torch.Tensor:
+        return just_best(torch.from_numpy(np.asarray(obs, np.float32)).to(device))
+
+    return best, executable(learn), executable(update)
 
 
 # -------------------------------------------------------------------------------------------------------------- MAIN
 
 
-@torch.no_grad()
 def main(args: Args) -> None:
     validate(args)
     device = resolve_device(args)
@@ -278,14 +295,14 @@ def main(args: Args) -> None:
 
     seed_everything(args.seed)
     q_network = QNetwork(obs_dim, num_actions).to(device)
-    optimizer = FlatAdam(q_network, lr=args.learning_rate, eps=1e-8)
-    target_network = optimizer.params.clone()
+    target_network = deepcopy(q_network)
+    optimizer = Adam(q_network.parameters(), lr=args.learning_rate)
     replay = Replay(args.buffer_size, obs_dim, 1, device)
     # As many steps as can pass between two updates, or as the replay holds.
     num_staged = min(math.ceil(1 / (args.num_envs * args.updates_per_step)), max(1, args.buffer_size // args.num_envs))
     staging = Staging(num_staged, args.num_envs, obs_dim, device)
-    just_update, losses = make_update(optimizer, target_network, replay, args)
-    greedy, learn, update = make_executables(q_network, replay, staging, just_update, args)
+    just_update, losses = make_update(q_network, target_network, optimizer, replay, args)
+    best, learn, update = make_executables(q_network, replay, staging, just_update, args)
     episodes = EpisodeStatistics(args.num_envs)
     state = OffPolicyState(
         args,
@@ -293,8 +310,8 @@ def main(args: Args) -> None:
         envs,
         episodes,
         q_network=q_network,
-        optimizer=optimizer,
         target_network=target_network,
+        optimizer=optimizer,
         losses=losses,
     )
 
@@ -309,10 +326,10 @@ def main(args: Args) -> None:
     with Run(args, __file__, device, total_steps=args.total_timesteps // args.num_envs * args.num_envs) as run:
         schedule = state.resume(run)
 
-        with run.warmup(), untouched([*optimizer.tensors(), *replay.tensors(), losses], device):
+        with run.warmup(), untouched(state.tensors(), device):
             replay.size.clamp_(min=1)  # there must be a transition to sample
             for _ in range(WARMUP_CALLS if args.compile or args.cudagraphs else 1):
-                greedy(torch.zeros(args.num_envs, obs_dim, device=device))
+                best(np.zeros((args.num_envs, obs_dim)))
                 learn(staging.take())
                 if args.num_envs * args.updates_per_step > 1:
                     update()
@@ -323,12 +340,7 @@ def main(args: Args) -> None:
         run.start_clock()
         while run.global_step < run.total_steps and not run.stop_requested:
             epsilon = linear_schedule(args, run.global_step)
-            coins, choices = np.random.random((2, args.num_envs))
-            actions = (choices * num_actions).astype(np.int64)
-            is_greedy = coins >= epsilon
-            if is_greedy.any():
-                best = greedy(torch.from_numpy(np.asarray(obs, np.float32)).to(device))
-                actions[is_greedy] = best.cpu().numpy()[is_greedy]
+            actions = act(best, obs, num_actions, epsilon)
             next_obs, rewards, terminations, truncations, _ = envs.step(actions)
             dones = terminations | truncations
             run.global_step += args.num_envs
@@ -347,7 +359,7 @@ def main(args: Args) -> None:
             elif staging.num_staged == staging.capacity:
                 write_staged()
             if run.global_step % args.target_network_frequency < args.num_envs:
-                target_network.lerp_(optimizer.params, args.tau)
+                update_target(q_network, target_network, args.tau)
 
             if run.log_due():
                 run.log({"charts/epsilon": epsilon, **named_losses(run, LOSS_NAMES, losses)})

@@ -3,7 +3,7 @@
 Paper: https://arxiv.org/abs/1812.05905. Algorithm, names, hyperparameters and structure follow CleanRL's
 https://docs.cleanrl.dev/rl-algorithms/sac/#sac_continuous_actionpy; what differs: steps that only reset an
 environment are not stored.
-Its fast sibling, which computes the same numbers, is sac_continuous_action_torchcompile.py.
+The same program made fast is sac_continuous_action_torchcompile.py.
 
     python leanrl/sac_continuous_action.py --env-id HalfCheetah-v5
     python leanrl/sac_continuous_action.py --env-id Hopper-v5 --seed 2 --save-model --capture-video
@@ -14,7 +14,7 @@ Measured speed and learning curves: doc/benchmarks/sac_continuous_action.md
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -30,7 +30,7 @@ from leanrl.support.envs import make_envs, require_continuous_actions, start_env
 from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import require_at_least, require_positive
 from leanrl.support.evaluation import require_video
-from leanrl.support.layers import Float32Linear
+from leanrl.support.layers import Float32Linear, Float32TwinLinear, TwinLinear
 from leanrl.support.off_policy import OffPolicyState, named_losses, require_off_policy
 from leanrl.support.replay import Batch, Replay
 from leanrl.support.run import Run, seed_everything
@@ -94,33 +94,21 @@ def validate(args: Args) -> None:
 # ---------------------------------------------------------------------------------------------------------- NETWORKS
 
 
-class QNetwork(nn.Module):
-    """The value of an action in a state."""
-
-    def __init__(self, obs_dim: int, action_dim: int) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(obs_dim + action_dim, 256)
-        self.fc2 = nn.Linear(256, 256)
-        self.fc3 = Float32Linear(256, 1)
-
-    def forward(self, obs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
-        """[B, obs_dim], [B, action_dim] -> [B]"""
-        x = F.relu(self.fc1(torch.cat([obs, actions], 1)))
-        x = F.relu(self.fc2(x))
-        return self.fc3(x).squeeze(-1)
-
-
 class Critics(nn.Module):
-    """Two independent Q-networks."""
+    """Two independent Q-networks, side by side."""
 
     def __init__(self, obs_dim: int, action_dim: int) -> None:
         super().__init__()
-        self.qf1 = QNetwork(obs_dim, action_dim)
-        self.qf2 = QNetwork(obs_dim, action_dim)
+        self.fc1 = Float32TwinLinear(obs_dim + action_dim, 256)
+        self.fc2 = TwinLinear(256, 256)
+        self.fc3 = Float32TwinLinear(256, 1)
 
     def forward(self, obs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
         """[B, obs_dim], [B, action_dim] -> [2, B]"""
-        return torch.stack([self.qf1(obs, actions), self.qf2(obs, actions)])
+        x = torch.cat([obs, actions], 1).expand(2, -1, -1)
+        x = F.relu(self.fc1(x))
+        x = F.relu(self.fc2(x))
+        return self.fc3(x).squeeze(-1)
 
 
 LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
@@ -131,10 +119,10 @@ class Actor(nn.Module):
 
     def __init__(self, obs_dim: int, low: np.ndarray, high: np.ndarray) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(obs_dim, 256)
+        self.fc1 = Float32Linear(obs_dim, 256)
         self.fc2 = nn.Linear(256, 256)
-        self.fc_mean = nn.Linear(256, len(low))
-        self.fc_logstd = nn.Linear(256, len(low))
+        self.fc_mean = Float32Linear(256, len(low))
+        self.fc_logstd = Float32Linear(256, len(low))
         self.register_buffer("low", torch.as_tensor(low, dtype=torch.float32))
         self.register_buffer("high", torch.as_tensor(high, dtype=torch.float32))
         self.register_buffer("action_scale", (self.high - self.low) / 2)
@@ -144,11 +132,9 @@ class Actor(nn.Module):
         """[B, obs_dim] -> mean and log standard deviation before the squashing, [B, action_dim] each"""
         x = F.relu(self.fc1(obs))
         x = F.relu(self.fc2(x))
-        # float: under autocast the last layer's output has the precision of bfloat16.
-        mean = self.fc_mean(x).float()
-        log_std = torch.tanh(self.fc_logstd(x).float())
+        log_std = torch.tanh(self.fc_logstd(x))
         # From https://github.com/denisyarats/pytorch_sac; a clamp would have no gradient beyond its ends.
-        return mean, LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (log_std + 1)
+        return self.fc_mean(x), LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (log_std + 1)
 
     def get_action(self, obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Samples: [B, obs_dim], standard normal [B, action_dim] -> action [B, action_dim], its log-probability [B]"""
@@ -156,7 +142,7 @@ class Actor(nn.Module):
         std = log_std.exp()
         x_t = mean + std * noise  # the reparameterisation trick
         y_t = torch.tanh(x_t)
-        log_prob = Normal(mean, std).log_prob(x_t)
+        log_prob = Normal(mean, std, validate_args=False).log_prob(x_t)
         # The density of the squashed action: the paper's equation 26.
         log_prob = log_prob - torch.log(self.action_scale * (1 - y_t**2) + 1e-6)
         return y_t * self.action_scale + self.action_bias, log_prob.sum(1)
@@ -206,6 +192,23 @@ LOSS_NAMES = ("qf1_values", "qf2_values", "qf1_loss", "qf2_loss", "actor_loss", 
 # ------------------------------------------------------------------------------------------------------------ UPDATE
 
 
+class Noise(NamedTuple):
+    """Standard normal numbers for all actions that an update samples.
+
+    Drawn before they are used: where PyTorch before 2.13 compiles an update, it may change the order of draws within.
+    """
+
+    target: torch.Tensor  # [B, action_dim]
+    actor: torch.Tensor  # [steps, B, action_dim], like the one below
+    alpha: torch.Tensor
+
+    @classmethod
+    def draw(cls, actions: torch.Tensor, actor_steps: int) -> "Noise":
+        """For a batch with ``actions`` [B, action_dim] and so many steps of the actor."""
+        noise = actions.new_empty(1 + 2 * actor_steps, *actions.shape).normal_()
+        return cls(noise[0], *noise[1:].split(actor_steps)) if actor_steps else cls(noise[0], noise[1:], noise[1:])
+
+
 def make_update(
     actor: Actor,
     critics: Critics,
@@ -226,47 +229,46 @@ def make_update(
     target_entropy = -float(len(actor.low))
     losses = torch.zeros(len(LOSS_NAMES), device=device)
     losses[5] = log_alpha.detach().exp()[0]
+    params, target_params = list(critics.parameters()), list(critics_target.parameters())
 
     def autocast():
         return torch.autocast(device.type, torch.bfloat16, enabled=args.amp == "bf16")
 
     def update(with_actor: bool, with_targets: bool) -> None:
         batch = replay.sample(args.batch_size)
+        noise = Noise.draw(batch.actions, args.policy_frequency if with_actor else 0)
         with autocast():
             with torch.no_grad():
-                noise = torch.randn_like(batch.actions)
-                next_q_value = sac_target(actor, critics_target, log_alpha.exp(), batch, noise, args)
+                next_q_value = sac_target(actor, critics_target, log_alpha.exp(), batch, noise.target, args)
             q_values = critics(batch.obs, batch.actions)
             qf_losses = critic_loss(q_values, next_q_value)
-        q_optimizer.zero_grad()
         qf_losses.sum().backward()
         q_optimizer.step()
+        q_optimizer.zero_grad()
         losses[:4] = torch.cat([q_values.detach().mean(1), qf_losses.detach()])
 
         if with_actor:
-            for _ in range(args.policy_frequency):  # makes up for the delay
+            for i in range(args.policy_frequency):  # makes up for the delay
                 with autocast():
-                    noise = torch.randn_like(batch.actions)
-                    pi_loss = actor_loss(actor, critics, log_alpha.detach().exp(), batch.obs, noise)
-                actor_optimizer.zero_grad()
-                pi_loss.backward()
+                    pi_loss = actor_loss(actor, critics, log_alpha.detach().exp(), batch.obs, noise.actor[i])
+                pi_loss.backward(inputs=list(actor.parameters()))
                 actor_optimizer.step()
+                actor_optimizer.zero_grad()
                 losses[4] = pi_loss.detach()
 
                 if args.autotune:
                     with torch.no_grad(), autocast():
-                        _, log_pi = actor.get_action(batch.obs, torch.randn_like(batch.actions))
+                        _, log_pi = actor.get_action(batch.obs, noise.alpha[i])
                     a_loss = alpha_loss(log_alpha, log_pi, target_entropy)
-                    a_optimizer.zero_grad()
                     a_loss.backward()
                     a_optimizer.step()
+                    a_optimizer.zero_grad()
                     losses[6] = a_loss.detach()
                 losses[5] = log_alpha.detach().exp()[0]
 
         if with_targets:
             with torch.no_grad():
-                for parameter, target in zip(critics.parameters(), critics_target.parameters(), strict=True):
-                    target.lerp_(parameter, args.tau)
+                torch._foreach_lerp_(target_params, params, args.tau)
 
     return update, losses
 

@@ -1,35 +1,33 @@
 """Soft Actor-Critic (SAC), made fast with torch.compile and CUDA graphs.
 
-The same algorithm and numbers as sac_continuous_action.py (read that first; a diff of the two is the documentation of
-what was made fast). ``--compile`` and ``--cudagraphs`` switch each lever by itself.
+The same program as sac_continuous_action.py: read that first, then a diff of the two, which shows what was made fast.
+``--compile``, ``--cudagraphs`` and ``--one-graph`` switch each lever by itself.
 
     python leanrl/sac_continuous_action_torchcompile.py --env-id HalfCheetah-v5 --compile
     python leanrl/sac_continuous_action_torchcompile.py --compile --amp bf16       # faster where there are bf16 units
-    python leanrl/sac_continuous_action_torchcompile.py --compile --cudagraphs     # on a CUDA device
+    python leanrl/sac_continuous_action_torchcompile.py --compile --cudagraphs     # on a CUDA device, or --one-graph
 
 What is different, most of it with its measured gain in doc/optimizations.md:
 - a step of the environment costs one copy in, one call and one copy out: the call writes the transition to the replay,
   samples a batch, trains critics, actor and entropy coefficient, moves the targets, and acts;
-- the critics are one network with a batch dimension of two;
-- gradients by torch.func, Adam and the targets' averages over one flat vector each;
-- the policy that the entropy coefficient is tuned for is the one that the next actor step starts from: in one graph,
-  the compiler computes it once.
+- Adam's step is one that torch.compile traces, as it does ``loss.backward()``: an update is one graph;
+- with ``--one-graph`` a step is one CUDA graph, copies included (leanrl/support/onegraph.py).
 
 Measured speed and learning curves: doc/benchmarks/sac_continuous_action.md
 """
 
-import math
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
-from itertools import pairwise
-from typing import Literal
+from functools import cache, partial
+from typing import Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributions.normal import Normal
 
 from leanrl.support.checkpoints import resumed_step
 from leanrl.support.cli import RunArgs, run_script
@@ -39,9 +37,10 @@ from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import require_at_least, require_positive
 from leanrl.support.evaluation import require_video
 from leanrl.support.executables import WARMUP_CALLS, make_executable, untouched
-from leanrl.support.inductor import computed_once
+from leanrl.support.layers import Float32Linear, Float32TwinLinear, TwinLinear
 from leanrl.support.off_policy import OffPolicyState, named_losses, require_off_policy
-from leanrl.support.optim import FlatAdam
+from leanrl.support.onegraph import OneGraph
+from leanrl.support.optim import Adam
 from leanrl.support.replay import Batch, LastStep, Replay, TimestepBuffer
 from leanrl.support.run import Run, seed_everything
 
@@ -69,6 +68,8 @@ class Args(RunArgs):
     """compile the training step with torch.compile"""
     cudagraphs: bool = False
     """replay the training step as a CUDA graph (tensordict's CudaGraphModule)"""
+    one_graph: bool = False
+    """replay all between two steps of the environments as one CUDA graph of our own (implies --cudagraphs)"""
     env_backend: EnvBackend = "gymnasium"
     """gymnasium steps the environments in this process, envpool on C++ threads (faster with many environments)"""
 
@@ -112,26 +113,20 @@ def validate(args: Args) -> None:
 
 
 class Critics(nn.Module):
-    """Two independent Q-networks in one: each parameter has a leading dimension of 2, products are batched over it."""
+    """Two independent Q-networks, side by side."""
 
     def __init__(self, obs_dim: int, action_dim: int) -> None:
         super().__init__()
-        sizes = (obs_dim + action_dim, 256, 256, 1)
-        qfs = [[nn.Linear(fan_in, fan_out) for fan_in, fan_out in pairwise(sizes)] for _ in range(2)]
-        for i, pair in enumerate(zip(*qfs, strict=True), start=1):
-            weights = torch.stack([layer.weight.detach().T for layer in pair])  # [2, in, out]
-            biases = torch.stack([layer.bias.detach() for layer in pair]).unsqueeze(1)  # [2, 1, out]
-            self.register_parameter(f"weight{i}", nn.Parameter(weights))
-            self.register_parameter(f"bias{i}", nn.Parameter(biases))
+        self.fc1 = Float32TwinLinear(obs_dim + action_dim, 256)
+        self.fc2 = TwinLinear(256, 256)
+        self.fc3 = Float32TwinLinear(256, 1)
 
-    def forward(self, obs: torch.Tensor, actions: torch.Tensor, count: int = 2) -> torch.Tensor:
-        """[B, obs_dim], [B, action_dim] -> [count, B], the values of the first ``count`` networks"""
-        x = torch.cat([obs, actions], 1).expand(count, -1, -1)
-        # Not baddbmm: TorchInductor fuses the sum with the relu, but has no way into a library's product.
-        x = F.relu(torch.bmm(x, self.weight1[:count]) + self.bias1[:count])
-        x = F.relu(torch.bmm(x, self.weight2[:count]) + self.bias2[:count])
-        # One output: a sum is faster than a product of matrices.
-        return (x * self.weight3[:count].mT).sum(-1) + self.bias3[:count, 0]
+    def forward(self, obs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+        """[B, obs_dim], [B, action_dim] -> [2, B]"""
+        x = torch.cat([obs, actions], 1).expand(2, -1, -1)
+        x = F.relu(self.fc1(x))
+        x = F.relu(self.fc2(x))
+        return self.fc3(x).squeeze(-1)
 
 
 LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
@@ -142,13 +137,10 @@ class Actor(nn.Module):
 
     def __init__(self, obs_dim: int, low: np.ndarray, high: np.ndarray) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(obs_dim, 256)
+        self.fc1 = Float32Linear(obs_dim, 256)
         self.fc2 = nn.Linear(256, 256)
-        # Mean and log_std in one product.
-        heads = [nn.Linear(256, len(low)) for _ in range(2)]
-        self.fc_heads = nn.utils.skip_init(nn.Linear, 256, 2 * len(low))
-        self.fc_heads.weight = nn.Parameter(torch.cat([head.weight.detach() for head in heads]))
-        self.fc_heads.bias = nn.Parameter(torch.cat([head.bias.detach() for head in heads]))
+        self.fc_mean = Float32Linear(256, len(low))
+        self.fc_logstd = Float32Linear(256, len(low))
         self.register_buffer("low", torch.as_tensor(low, dtype=torch.float32))
         self.register_buffer("high", torch.as_tensor(high, dtype=torch.float32))
         self.register_buffer("action_scale", (self.high - self.low) / 2)
@@ -158,45 +150,38 @@ class Actor(nn.Module):
         """[B, obs_dim] -> mean and log standard deviation before the squashing, [B, action_dim] each"""
         x = F.relu(self.fc1(obs))
         x = F.relu(self.fc2(x))
-        # float: under autocast the last layer's output has the precision of bfloat16.
-        mean, log_std = self.fc_heads(x).float().chunk(2, 1)
-        log_std = torch.tanh(log_std)
+        log_std = torch.tanh(self.fc_logstd(x))
         # From https://github.com/denisyarats/pytorch_sac; a clamp would have no gradient beyond its ends.
-        return mean, LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (log_std + 1)
+        return self.fc_mean(x), LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (log_std + 1)
 
-
-def squash(
-    actor: Actor, mean: torch.Tensor, log_std: torch.Tensor, noise: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples: what ``actor`` says and standard normal noise, [B, action_dim] each -> action, its log-probability [B]
-
-    What the reference's get_action computes by torch.distributions, less its checks and objects.
-    """
-    y_t = torch.tanh(mean + log_std.exp() * noise)
-    log_prob = -0.5 * noise**2 - log_std - 0.5 * math.log(2 * math.pi)
-    # The density of the squashed action: the paper's equation 26.
-    log_prob = log_prob - torch.log(actor.action_scale * (1 - y_t**2) + 1e-6)
-    return y_t * actor.action_scale + actor.action_bias, log_prob.sum(1)
+    def get_action(self, obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Samples: [B, obs_dim], standard normal [B, action_dim] -> action [B, action_dim], its log-probability [B]"""
+        mean, log_std = self(obs)
+        std = log_std.exp()
+        x_t = mean + std * noise  # the reparameterisation trick
+        y_t = torch.tanh(x_t)
+        log_prob = Normal(mean, std, validate_args=False).log_prob(x_t)
+        # The density of the squashed action: the paper's equation 26.
+        log_prob = log_prob - torch.log(self.action_scale * (1 - y_t**2) + 1e-6)
+        return y_t * self.action_scale + self.action_bias, log_prob.sum(1)
 
 
 # ------------------------------------------------------------------------------------------------ TARGETS AND LOSSES
 
 
 def sac_target(
-    actor: Callable, critics_target: Callable, alpha: torch.Tensor, batch: Batch, noise: torch.Tensor, args: Args
+    actor: Actor, critics_target: Critics, alpha: torch.Tensor, batch: Batch, noise: torch.Tensor, args: Args
 ) -> torch.Tensor:
     """What the critics should say: the soft value (the paper's equations 3 and 5), by the lower of two critics.
 
     Args:
-        actor: observations, noise -> actions, log-probabilities.
-        critics_target: the critics with the targets' parameters.
         alpha: entropy coefficient, [1].
         noise: standard normal, [B, action_dim].
 
     Returns:
         [B]
     """
-    next_actions, next_log_pi = actor(batch.next_obs, noise)
+    next_actions, next_log_pi = actor.get_action(batch.next_obs, noise)
     min_qf_next_target = critics_target(batch.next_obs, next_actions).amin(0) - alpha * next_log_pi
     return batch.rewards + args.gamma * (1.0 - batch.terminations) * min_qf_next_target
 
@@ -207,10 +192,10 @@ def critic_loss(q_values: torch.Tensor, next_q_value: torch.Tensor) -> torch.Ten
 
 
 def actor_loss(
-    actor: Callable, critics: Callable, alpha: torch.Tensor, obs: torch.Tensor, noise: torch.Tensor
+    actor: Actor, critics: Critics, alpha: torch.Tensor, obs: torch.Tensor, noise: torch.Tensor
 ) -> torch.Tensor:
     """The paper's equation 7, averaged over ``obs`` [B, obs_dim]."""
-    actions, log_pi = actor(obs, noise)
+    actions, log_pi = actor.get_action(obs, noise)
     return (alpha * log_pi - critics(obs, actions).amin(0)).mean()
 
 
@@ -222,92 +207,86 @@ def alpha_loss(log_alpha: torch.Tensor, log_pi: torch.Tensor, target_entropy: fl
 LOSS_NAMES = ("qf1_values", "qf2_values", "qf1_loss", "qf2_loss", "actor_loss", "alpha", "alpha_loss")
 
 
-class Temperature(nn.Module):
-    """The entropy coefficient as a network of one parameter, for FlatAdam."""
-
-    def __init__(self, alpha: float) -> None:
-        super().__init__()
-        self.log_alpha = nn.Parameter(torch.tensor([alpha]).log())
-
-
 # ------------------------------------------------------------------------------------------------------------ UPDATE
 
 
+class Noise(NamedTuple):
+    """Standard normal numbers for all actions that an update samples.
+
+    Drawn before they are used: where PyTorch before 2.13 compiles an update, it may change the order of draws within.
+    """
+
+    target: torch.Tensor  # [B, action_dim]
+    actor: torch.Tensor  # [steps, B, action_dim], like the one below
+    alpha: torch.Tensor
+
+    @classmethod
+    def draw(cls, actions: torch.Tensor, actor_steps: int) -> "Noise":
+        """For a batch with ``actions`` [B, action_dim] and so many steps of the actor."""
+        noise = actions.new_empty(1 + 2 * actor_steps, *actions.shape).normal_()
+        return cls(noise[0], *noise[1:].split(actor_steps)) if actor_steps else cls(noise[0], noise[1:], noise[1:])
+
+
 def make_update(
-    actor_optimizer: FlatAdam,
-    q_optimizer: FlatAdam,
-    a_optimizer: FlatAdam,
-    critics_target: torch.Tensor,
+    actor: Actor,
+    critics: Critics,
+    critics_target: Critics,
+    log_alpha: torch.Tensor,
+    actor_optimizer: Adam,
+    q_optimizer: Adam,
+    a_optimizer: Adam,
     replay: Replay,
     args: Args,
 ) -> tuple[Callable, torch.Tensor]:
-    """The function ``update(with_actor)`` that trains on one batch, and the losses [7] (LOSS_NAMES) that it writes.
+    """The function that trains on one batch, and the losses [7] (LOSS_NAMES) that it writes.
 
-    Args:
-        critics_target: flat vector of parameters.
+    ``update(with_actor, with_targets)``: the flags say whether this update trains the actor too (and the entropy
+    coefficient ``log_alpha.exp()``), and moves the targets.
     """
     device = replay.rows.device
-    target_entropy = -float(len(actor_optimizer.module.low))
+    target_entropy = -float(len(actor.low))
     losses = torch.zeros(len(LOSS_NAMES), device=device)
-    losses[5] = a_optimizer.params[0].exp()
+    losses[5] = log_alpha.detach().exp()[0]
+    params, target_params = list(critics.parameters()), list(critics_target.parameters())
 
     def autocast():
         return torch.autocast(device.type, torch.bfloat16, enabled=args.amp == "bf16")
 
-    def get_action(params: torch.Tensor, obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return squash(actor_optimizer.module, *actor_optimizer.apply(params, obs), noise)
-
-    def update(with_actor: bool) -> None:
+    def update(with_actor: bool, with_targets: bool) -> None:
         batch = replay.sample(args.batch_size)
-        # All here, in the order of their use: where PyTorch 2.11 compiles a whole step, it takes what an update depends
-        # on in the order of its buffers' names, "buf100" before "buf87", and with it the drawing of noise.
-        num_draws = 1 + with_actor * args.policy_frequency * (1 + args.autotune)
-        noises = iter([torch.randn_like(batch.actions) for _ in range(num_draws)])
-        noise = next(noises)
+        noise = Noise.draw(batch.actions, args.policy_frequency if with_actor else 0)
         with autocast():
-            actor = partial(get_action, actor_optimizer.params)
-            target = partial(q_optimizer.apply, critics_target)
-            next_q_value = sac_target(actor, target, a_optimizer.params.exp(), batch, noise, args)
-
-        def qf_loss_fn(params: torch.Tensor):
-            with autocast():
-                q_values = q_optimizer.apply(params, batch.obs, batch.actions)
-                qf_losses = critic_loss(q_values, next_q_value)
-            return qf_losses.sum(), torch.cat([q_values.mean(1), qf_losses])
-
-        # torch.func instead of .backward(), which breaks the graph in three.
-        grad, parts = torch.func.grad(qf_loss_fn, has_aux=True)(q_optimizer.params)
-        q_optimizer.step(grad)
-        losses[:4] = parts
+            with torch.no_grad():
+                next_q_value = sac_target(actor, critics_target, log_alpha.exp(), batch, noise.target, args)
+            q_values = critics(batch.obs, batch.actions)
+            qf_losses = critic_loss(q_values, next_q_value)
+        qf_losses.sum().backward()
+        q_optimizer.step()
+        q_optimizer.zero_grad()
+        losses[:4] = torch.cat([q_values.detach().mean(1), qf_losses.detach()])
 
         if with_actor:
-            for _ in range(args.policy_frequency):  # makes up for the delay
-                noise = next(noises)
-                critics = partial(q_optimizer.apply, q_optimizer.params)
-
-                def actor_loss_fn(params: torch.Tensor, noise=noise, critics=critics):
-                    with autocast():
-                        pi_loss = actor_loss(
-                            partial(get_action, params), critics, a_optimizer.params.exp(), batch.obs, noise
-                        )
-                    return pi_loss, pi_loss
-
-                grad, pi_loss = torch.func.grad(actor_loss_fn, has_aux=True)(actor_optimizer.params)
-                actor_optimizer.step(grad)
-                losses[4] = pi_loss
+            for i in range(args.policy_frequency):  # makes up for the delay
+                with autocast():
+                    pi_loss = actor_loss(actor, critics, log_alpha.detach().exp(), batch.obs, noise.actor[i])
+                pi_loss.backward(inputs=list(actor.parameters()))
+                actor_optimizer.step()
+                actor_optimizer.zero_grad()
+                losses[4] = pi_loss.detach()
 
                 if args.autotune:
-                    with autocast():
-                        _, log_pi = get_action(actor_optimizer.params, batch.obs, next(noises))
-                    a_loss = alpha_loss(a_optimizer.params, log_pi, target_entropy)
-                    # alpha_loss is linear in alpha = exp(log_alpha), so it is its own derivative by log_alpha.
-                    a_optimizer.step(a_loss.unsqueeze(0))
-                    losses[6] = a_loss
-                losses[5] = a_optimizer.params[0].exp()
+                    with torch.no_grad(), autocast():
+                        _, log_pi = actor.get_action(batch.obs, noise.alpha[i])
+                    a_loss = alpha_loss(log_alpha, log_pi, target_entropy)
+                    a_loss.backward()
+                    a_optimizer.step()
+                    a_optimizer.zero_grad()
+                    losses[6] = a_loss.detach()
+                losses[5] = log_alpha.detach().exp()[0]
 
-        # On the device, because an update does not know its number: the targets' turn, or a step of 0.
-        is_due = computed_once((q_optimizer.num_steps % args.target_network_frequency == 0).float())
-        critics_target.add_((args.tau * is_due) * (q_optimizer.params - critics_target))
+        if with_targets:
+            with torch.no_grad():
+                torch._foreach_lerp_(target_params, params, args.tau)
 
     return update, losses
 
@@ -315,7 +294,7 @@ def make_update(
 # ------------------------------------------------------------------------------------------------------------ ACTING
 
 
-def make_acting(actor_optimizer: FlatAdam, replay: Replay, last: LastStep) -> tuple[Callable, ...]:
+def make_acting(actor: Actor, replay: Replay, last: LastStep) -> tuple[Callable, ...]:
     """What happens between two steps of the environments, around the updates.
 
     Returns:
@@ -324,14 +303,13 @@ def make_acting(actor_optimizer: FlatAdam, replay: Replay, last: LastStep) -> tu
         ``act()``: actions [N, action_dim] sampled from the policy;
         ``explore()``: random actions instead.
     """
-    actor = actor_optimizer.module
 
     def observe(timestep: torch.Tensor) -> None:
         last.complete(replay, timestep)
 
+    @torch.no_grad()
     def act() -> torch.Tensor:
-        noise = torch.randn_like(last.actions)
-        actions, _ = squash(actor, *actor_optimizer.apply(actor_optimizer.params, last.obs), noise)
+        actions, _ = actor.get_action(last.obs, torch.randn_like(last.actions))
         last.actions.copy_(actions)
         return actions
 
@@ -363,31 +341,36 @@ EXACT_TANH = {"cpp.use_decompose_tanh": False}
 
 
 def make_executables(observe: Callable, update: Callable, act: Callable, args: Args, device: torch.device) -> Callable:
-    """The function ``advance(timestep_cpu, with_actor) -> actions``, compiled and captured as the flags say.
+    """The function ``advance(timestep_cpu, turns) -> actions``, compiled and captured as the flags say.
 
-    It observes, takes an update for each element of ``with_actor`` (whether it trains the actor too), and acts: all as
-    one executable for at most one update, in parts for more. ``timestep_cpu`` is pinned where the device is a GPU.
+    It observes, takes an update for each of ``turns``, its arguments, and acts: all as one executable for at most one
+    update, in parts for more. ``timestep_cpu`` is pinned where the device is a GPU.
     """
-    executable = partial(make_executable, device=device, compile=args.compile, cudagraphs=args.cudagraphs, **EXACT_TANH)
+    # Each is compiled by its first call, so those that a run does not need cost nothing.
+    compiled = partial(make_executable, device=device, compile=args.compile, cudagraphs=False, **EXACT_TANH)
+    captured = partial(make_executable, device=device, compile=args.compile, cudagraphs=args.cudagraphs, **EXACT_TANH)
 
-    def step(with_actor: tuple[bool, ...], timestep: torch.Tensor) -> torch.Tensor:
+    if args.one_graph:
+        updates = cache(lambda *turn: compiled(partial(update, *turn)))
+        return OneGraph(compiled(observe), updates, compiled(act), device)
+
+    def step(turns: tuple[tuple[bool, ...], ...], timestep: torch.Tensor) -> torch.Tensor:
         observe(timestep)
-        for flag in with_actor:
-            update(flag)
+        for turn in turns:
+            update(*turn)
         return act()
 
-    # Each is compiled by its first call, so those that a run does not need cost nothing.
-    steps = {with_actor: executable(partial(step, with_actor)) for with_actor in ((), (False,), (True,))}
-    just_observe, just_act = executable(observe), executable(act)
-    updates = {flag: executable(partial(update, flag)) for flag in (False, True)}
+    steps = cache(lambda turns: captured(partial(step, turns)))
+    updates = cache(lambda *turn: captured(partial(update, *turn)))
+    just_observe, just_act = captured(observe), captured(act)
 
-    def advance(timestep_cpu: torch.Tensor, with_actor: tuple[bool, ...]) -> torch.Tensor:
+    def advance(timestep_cpu: torch.Tensor, turns: tuple[tuple[bool, ...], ...]) -> torch.Tensor:
         timestep = timestep_cpu.to(device, non_blocking=True)
-        if len(with_actor) <= 1:
-            return steps[with_actor](timestep)
+        if len(turns) <= 1:
+            return steps(turns)(timestep)
         just_observe(timestep)
-        for flag in with_actor:
-            updates[flag]()
+        for turn in turns:
+            updates(*turn)()
         return just_act()
 
     return advance
@@ -396,8 +379,7 @@ def make_executables(observe: Callable, update: Callable, act: Callable, args: A
 # -------------------------------------------------------------------------------------------------------------- MAIN
 
 
-@torch.no_grad()
-def main(args: Args, make_executables: Callable = make_executables, script_file: str = __file__) -> None:
+def main(args: Args) -> None:
     validate(args)
     device = resolve_device(args)
     set_cpu_numerics(args.num_threads or available_cores())
@@ -410,15 +392,17 @@ def main(args: Args, make_executables: Callable = make_executables, script_file:
     seed_everything(args.seed)
     actor = Actor(obs_dim, envs.single_action_space.low, envs.single_action_space.high).to(device)
     critics = Critics(obs_dim, action_dim).to(device)
-    temperature = Temperature(1.0 if args.autotune else args.alpha).to(device)
-    actor_optimizer = FlatAdam(actor, lr=args.policy_lr, eps=1e-8)
-    q_optimizer = FlatAdam(critics, lr=args.q_lr, eps=1e-8)
-    a_optimizer = FlatAdam(temperature, lr=args.q_lr, eps=1e-8)
-    critics_target = q_optimizer.params.clone()
+    critics_target = deepcopy(critics)
+    log_alpha = torch.tensor([1.0 if args.autotune else args.alpha], device=device).log().requires_grad_()
+    actor_optimizer = Adam(actor.parameters(), lr=args.policy_lr)
+    q_optimizer = Adam(critics.parameters(), lr=args.q_lr)
+    a_optimizer = Adam([log_alpha], lr=args.q_lr)
     replay = Replay(args.buffer_size, obs_dim, action_dim, device)
-    update, losses = make_update(actor_optimizer, q_optimizer, a_optimizer, critics_target, replay, args)
+    update, losses = make_update(
+        actor, critics, critics_target, log_alpha, actor_optimizer, q_optimizer, a_optimizer, replay, args
+    )
     last = LastStep.allocate(args.num_envs, obs_dim, action_dim, device)
-    observe, act, explore = make_acting(actor_optimizer, replay, last)
+    observe, act, explore = make_acting(actor, replay, last)
     advance = make_executables(observe, update, act, args, device)
     episodes = EpisodeStatistics(args.num_envs)
     state = OffPolicyState(
@@ -428,29 +412,27 @@ def main(args: Args, make_executables: Callable = make_executables, script_file:
         episodes,
         actor=actor,
         critics=critics,
-        temperature=temperature,
+        critics_target=critics_target,
         actor_optimizer=actor_optimizer,
         q_optimizer=q_optimizer,
         a_optimizer=a_optimizer,
-        critics_target=critics_target,
+        log_alpha=log_alpha,
         losses=losses,
         next_actions=last.actions,
     )
 
-    with Run(args, script_file, device, total_steps=args.total_timesteps // args.num_envs * args.num_envs) as run:
+    with Run(args, __file__, device, total_steps=args.total_timesteps // args.num_envs * args.num_envs) as run:
         schedule = state.resume(run)
 
         timestep_buffer = TimestepBuffer(args.num_envs, obs_dim, device)
-        with run.warmup():
-            touched = [tensor for part in (actor_optimizer, q_optimizer, a_optimizer) for tensor in part.tensors()]
-            with untouched([*touched, critics_target, losses, *replay.tensors(), *last], device):
-                # A step that only resets is not stored, and there must be a transition to sample.
-                timestep_cpu = timestep_buffer.write(0.0, 0.0, 0.0, dones=1.0)
-                last.resets.fill_(1.0)
-                replay.size.clamp_(min=1)
-                for with_actor in schedule.patterns(args.policy_frequency):
-                    for _ in range(WARMUP_CALLS if args.compile or args.cudagraphs else 1):
-                        advance(timestep_cpu, with_actor)
+        with run.warmup(), untouched([*state.tensors(), *last], device):
+            # A step that only resets is not stored, and there must be a transition to sample.
+            timestep_cpu = timestep_buffer.write(0.0, 0.0, 0.0, dones=1.0)
+            last.resets.fill_(1.0)
+            replay.size.clamp_(min=1)
+            for turns in schedule.patterns(args.policy_frequency, args.target_network_frequency):
+                for _ in range(WARMUP_CALLS if args.compile or args.cudagraphs else 1):
+                    advance(timestep_cpu, turns)
 
         # resets: whether an environment's next step only resets it (NEXT_STEP autoreset).
         obs, resets = start_envs(envs, episodes, run.resumed and run.resumed["envs"])
@@ -479,8 +461,11 @@ def main(args: Args, make_executables: Callable = make_executables, script_file:
             else:
                 first = run.optimizer_steps + 1
                 run.optimizer_steps += due
-                with_actor = tuple(n % args.policy_frequency == 0 for n in range(first, first + due))
-                actions = advance(timestep_cpu, with_actor)
+                turns = tuple(
+                    (n % args.policy_frequency == 0, n % args.target_network_frequency == 0)
+                    for n in range(first, first + due)
+                )
+                actions = advance(timestep_cpu, turns)
 
             if run.log_due():
                 run.log(named_losses(run, LOSS_NAMES, losses))

@@ -3,7 +3,7 @@
 Paper: https://arxiv.org/abs/1802.09477. Algorithm, names, hyperparameters and structure follow CleanRL's
 https://docs.cleanrl.dev/rl-algorithms/td3/#td3_continuous_actionpy; what differs: steps that only
 reset an environment are not stored, and target actions are clipped to the bounds dimension by dimension.
-Its fast sibling, which computes the same numbers, is td3_continuous_action_torchcompile.py.
+The same program made fast is td3_continuous_action_torchcompile.py.
 
     python leanrl/td3_continuous_action.py --env-id HalfCheetah-v5
     python leanrl/td3_continuous_action.py --env-id Hopper-v5 --seed 2 --save-model --capture-video
@@ -29,7 +29,7 @@ from leanrl.support.envs import make_envs, require_continuous_actions, start_env
 from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import require_at_least, require_positive
 from leanrl.support.evaluation import require_video
-from leanrl.support.layers import Float32Linear
+from leanrl.support.layers import Float32Linear, Float32TwinLinear, TwinLinear
 from leanrl.support.off_policy import OffPolicyState, named_losses, require_off_policy
 from leanrl.support.replay import Batch, Replay
 from leanrl.support.run import Run, seed_everything
@@ -91,33 +91,21 @@ def validate(args: Args) -> None:
 # ---------------------------------------------------------------------------------------------------------- NETWORKS
 
 
-class QNetwork(nn.Module):
-    """The value of an action in a state."""
+class Critics(nn.Module):
+    """Two independent Q-networks, side by side."""
 
     def __init__(self, obs_dim: int, action_dim: int) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(obs_dim + action_dim, 256)
-        self.fc2 = nn.Linear(256, 256)
-        self.fc3 = Float32Linear(256, 1)
+        self.fc1 = Float32TwinLinear(obs_dim + action_dim, 256)
+        self.fc2 = TwinLinear(256, 256)
+        self.fc3 = Float32TwinLinear(256, 1)
 
-    def forward(self, obs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
-        """[B, obs_dim], [B, action_dim] -> [B]"""
-        x = F.relu(self.fc1(torch.cat([obs, actions], 1)))
+    def forward(self, obs: torch.Tensor, actions: torch.Tensor, count: int = 2) -> torch.Tensor:
+        """[B, obs_dim], [B, action_dim] -> [count, B], the values of the first ``count`` networks"""
+        x = torch.cat([obs, actions], 1).expand(count, -1, -1)
+        x = F.relu(self.fc1(x))
         x = F.relu(self.fc2(x))
         return self.fc3(x).squeeze(-1)
-
-
-class Critics(nn.Module):
-    """Two independent Q-networks."""
-
-    def __init__(self, obs_dim: int, action_dim: int) -> None:
-        super().__init__()
-        self.qf1 = QNetwork(obs_dim, action_dim)
-        self.qf2 = QNetwork(obs_dim, action_dim)
-
-    def forward(self, obs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
-        """[B, obs_dim], [B, action_dim] -> [2, B]"""
-        return torch.stack([self.qf1(obs, actions), self.qf2(obs, actions)])
 
 
 class Actor(nn.Module):
@@ -125,7 +113,7 @@ class Actor(nn.Module):
 
     def __init__(self, obs_dim: int, low: np.ndarray, high: np.ndarray) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(obs_dim, 256)
+        self.fc1 = Float32Linear(obs_dim, 256)
         self.fc2 = nn.Linear(256, 256)
         self.fc_mu = Float32Linear(256, len(low))
         self.register_buffer("low", torch.as_tensor(low, dtype=torch.float32))
@@ -182,33 +170,38 @@ def make_update(
     args: Args,
 ) -> tuple[Callable, torch.Tensor]:
     """The function ``update(with_actor)`` that trains on one batch, and the losses [5] (LOSS_NAMES) that it writes."""
-    device_type = replay.rows.device.type
-    losses = torch.zeros(len(LOSS_NAMES), device=replay.rows.device)
+    device = replay.rows.device
+    losses = torch.zeros(len(LOSS_NAMES), device=device)
+    params, target_params = (
+        [parameter for network in networks for parameter in network.parameters()]
+        for networks in ((actor, critics), (actor_target, critics_target))
+    )
+
+    def autocast():
+        return torch.autocast(device.type, torch.bfloat16, enabled=args.amp == "bf16")
 
     def update(with_actor: bool) -> None:
         batch = replay.sample(args.batch_size)
         noise = torch.randn_like(batch.actions)
-        with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
+        with autocast():
             with torch.no_grad():
                 next_q_value = td3_target(actor_target, critics_target, batch, noise, args)
             q_values = critics(batch.obs, batch.actions)
             qf_losses = critic_loss(q_values, next_q_value)
-        q_optimizer.zero_grad()
         qf_losses.sum().backward()
         q_optimizer.step()
+        q_optimizer.zero_grad()
         losses[:4] = torch.cat([q_values.detach().mean(1), qf_losses.detach()])
 
         if with_actor:
-            with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
-                actor_loss = -critics.qf1(batch.obs, actor(batch.obs)).mean()
-            actor_optimizer.zero_grad()
-            actor_loss.backward()
+            with autocast():
+                actor_loss = -critics(batch.obs, actor(batch.obs), count=1).mean()
+            actor_loss.backward(inputs=list(actor.parameters()))
             actor_optimizer.step()
+            actor_optimizer.zero_grad()
             losses[4] = actor_loss.detach()
             with torch.no_grad():
-                for trained, target in ((actor, actor_target), (critics, critics_target)):
-                    for parameter, target_parameter in zip(trained.parameters(), target.parameters(), strict=True):
-                        target_parameter.lerp_(parameter, args.tau)
+                torch._foreach_lerp_(target_params, params, args.tau)
 
     return update, losses
 

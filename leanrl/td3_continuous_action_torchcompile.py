@@ -1,25 +1,25 @@
 """Twin Delayed Deep Deterministic policy gradient (TD3), made fast with torch.compile and CUDA graphs.
 
-The same algorithm and numbers as td3_continuous_action.py (read that first; a diff of the two is the documentation of
-what was made fast). ``--compile`` and ``--cudagraphs`` switch each lever by itself.
+The same program as td3_continuous_action.py: read that first, then a diff of the two, which shows what was made fast.
+``--compile``, ``--cudagraphs`` and ``--one-graph`` switch each lever by itself.
 
     python leanrl/td3_continuous_action_torchcompile.py --env-id HalfCheetah-v5 --compile
     python leanrl/td3_continuous_action_torchcompile.py --compile --amp bf16       # faster where there are bf16 units
-    python leanrl/td3_continuous_action_torchcompile.py --compile --cudagraphs     # on a CUDA device
+    python leanrl/td3_continuous_action_torchcompile.py --compile --cudagraphs     # on a CUDA device, or --one-graph
 
 What is different, most of it with its measured gain in doc/optimizations.md:
 - a step of the environment costs one copy in, one call and one copy out: the call writes the transition to the replay,
   samples a batch, trains critics, actor and targets, and acts;
-- the critics are one network with a batch dimension of two;
-- gradients by torch.func, Adam and the targets' averages over one flat vector each.
+- Adam's step is one that torch.compile traces, as it does ``loss.backward()``: an update is one graph;
+- with ``--one-graph`` a step is one CUDA graph, copies included (leanrl/support/onegraph.py).
 
 Measured speed and learning curves: doc/benchmarks/td3_continuous_action.md
 """
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
-from itertools import pairwise
+from functools import cache, partial
 from typing import Literal
 
 import gymnasium as gym
@@ -36,9 +36,10 @@ from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import require_at_least, require_positive
 from leanrl.support.evaluation import require_video
 from leanrl.support.executables import WARMUP_CALLS, make_executable, untouched
-from leanrl.support.layers import Float32Linear
+from leanrl.support.layers import Float32Linear, Float32TwinLinear, TwinLinear
 from leanrl.support.off_policy import OffPolicyState, named_losses, require_off_policy
-from leanrl.support.optim import FlatAdam
+from leanrl.support.onegraph import OneGraph
+from leanrl.support.optim import Adam
 from leanrl.support.replay import Batch, LastStep, Replay, TimestepBuffer
 from leanrl.support.run import Run, seed_everything
 
@@ -66,6 +67,8 @@ class Args(RunArgs):
     """compile the training step with torch.compile"""
     cudagraphs: bool = False
     """replay the training step as a CUDA graph (tensordict's CudaGraphModule)"""
+    one_graph: bool = False
+    """replay all between two steps of the environments as one CUDA graph of our own (implies --cudagraphs)"""
     env_backend: EnvBackend = "gymnasium"
     """gymnasium steps the environments in this process, envpool on C++ threads (faster with many environments)"""
 
@@ -107,26 +110,20 @@ def validate(args: Args) -> None:
 
 
 class Critics(nn.Module):
-    """Two independent Q-networks in one: each parameter has a leading dimension of 2, products are batched over it."""
+    """Two independent Q-networks, side by side."""
 
     def __init__(self, obs_dim: int, action_dim: int) -> None:
         super().__init__()
-        sizes = (obs_dim + action_dim, 256, 256, 1)
-        qfs = [[nn.Linear(fan_in, fan_out) for fan_in, fan_out in pairwise(sizes)] for _ in range(2)]
-        for i, pair in enumerate(zip(*qfs, strict=True), start=1):
-            weights = torch.stack([layer.weight.detach().T for layer in pair])  # [2, in, out]
-            biases = torch.stack([layer.bias.detach() for layer in pair]).unsqueeze(1)  # [2, 1, out]
-            self.register_parameter(f"weight{i}", nn.Parameter(weights))
-            self.register_parameter(f"bias{i}", nn.Parameter(biases))
+        self.fc1 = Float32TwinLinear(obs_dim + action_dim, 256)
+        self.fc2 = TwinLinear(256, 256)
+        self.fc3 = Float32TwinLinear(256, 1)
 
     def forward(self, obs: torch.Tensor, actions: torch.Tensor, count: int = 2) -> torch.Tensor:
         """[B, obs_dim], [B, action_dim] -> [count, B], the values of the first ``count`` networks"""
         x = torch.cat([obs, actions], 1).expand(count, -1, -1)
-        # Not baddbmm: TorchInductor fuses the sum with the relu, but has no way into a library's product.
-        x = F.relu(torch.bmm(x, self.weight1[:count]) + self.bias1[:count])
-        x = F.relu(torch.bmm(x, self.weight2[:count]) + self.bias2[:count])
-        # One output: a sum is faster than a product of matrices.
-        return (x * self.weight3[:count].mT).sum(-1) + self.bias3[:count, 0]
+        x = F.relu(self.fc1(x))
+        x = F.relu(self.fc2(x))
+        return self.fc3(x).squeeze(-1)
 
 
 class Actor(nn.Module):
@@ -134,7 +131,7 @@ class Actor(nn.Module):
 
     def __init__(self, obs_dim: int, low: np.ndarray, high: np.ndarray) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(obs_dim, 256)
+        self.fc1 = Float32Linear(obs_dim, 256)
         self.fc2 = nn.Linear(256, 256)
         self.fc_mu = Float32Linear(256, len(low))
         self.register_buffer("low", torch.as_tensor(low, dtype=torch.float32))
@@ -153,20 +150,18 @@ class Actor(nn.Module):
 
 
 def td3_target(
-    actor: Actor, actor_target: Callable, critics_target: Callable, batch: Batch, noise: torch.Tensor, args: Args
+    actor_target: Actor, critics_target: Critics, batch: Batch, noise: torch.Tensor, args: Args
 ) -> torch.Tensor:
     """What the critics should say: clipped double Q-learning, target policy smoothing (the paper's algorithm 1).
 
     Args:
-        actor: knows the bounds.
-        actor_target, critics_target: the networks with the targets' parameters.
         noise: standard normal, [B, action_dim].
 
     Returns:
         [B]
     """
-    clipped_noise = (noise * args.policy_noise).clamp(-args.noise_clip, args.noise_clip) * actor.action_scale
-    next_actions = (actor_target(batch.next_obs) + clipped_noise).clamp(actor.low, actor.high)
+    clipped_noise = (noise * args.policy_noise).clamp(-args.noise_clip, args.noise_clip) * actor_target.action_scale
+    next_actions = (actor_target(batch.next_obs) + clipped_noise).clamp(actor_target.low, actor_target.high)
     min_qf_next_target = critics_target(batch.next_obs, next_actions).amin(0)
     return batch.rewards + args.gamma * (1.0 - batch.terminations) * min_qf_next_target
 
@@ -183,20 +178,22 @@ LOSS_NAMES = ("qf1_values", "qf2_values", "qf1_loss", "qf2_loss", "actor_loss")
 
 
 def make_update(
-    actor_optimizer: FlatAdam,
-    q_optimizer: FlatAdam,
-    actor_target: torch.Tensor,
-    critics_target: torch.Tensor,
+    actor: Actor,
+    critics: Critics,
+    actor_target: Actor,
+    critics_target: Critics,
+    actor_optimizer: Adam,
+    q_optimizer: Adam,
     replay: Replay,
     args: Args,
 ) -> tuple[Callable, torch.Tensor]:
-    """The function ``update(with_actor)`` that trains on one batch, and the losses [5] (LOSS_NAMES) that it writes.
-
-    Args:
-        actor_target, critics_target: flat vectors of parameters.
-    """
+    """The function ``update(with_actor)`` that trains on one batch, and the losses [5] (LOSS_NAMES) that it writes."""
     device = replay.rows.device
     losses = torch.zeros(len(LOSS_NAMES), device=device)
+    params, target_params = (
+        [parameter for network in networks for parameter in network.parameters()]
+        for networks in ((actor, critics), (actor_target, critics_target))
+    )
 
     def autocast():
         return torch.autocast(device.type, torch.bfloat16, enabled=args.amp == "bf16")
@@ -205,39 +202,24 @@ def make_update(
         batch = replay.sample(args.batch_size)
         noise = torch.randn_like(batch.actions)
         with autocast():
-            next_q_value = td3_target(
-                actor_optimizer.module,
-                partial(actor_optimizer.apply, actor_target),
-                partial(q_optimizer.apply, critics_target),
-                batch,
-                noise,
-                args,
-            )
-
-        def qf_loss_fn(params: torch.Tensor):
-            with autocast():
-                q_values = q_optimizer.apply(params, batch.obs, batch.actions)
-                qf_losses = critic_loss(q_values, next_q_value)
-            return qf_losses.sum(), torch.cat([q_values.mean(1), qf_losses])
-
-        # torch.func instead of .backward(), which breaks the graph in three.
-        grad, parts = torch.func.grad(qf_loss_fn, has_aux=True)(q_optimizer.params)
-        q_optimizer.step(grad)
-        losses[:4] = parts
+            with torch.no_grad():
+                next_q_value = td3_target(actor_target, critics_target, batch, noise, args)
+            q_values = critics(batch.obs, batch.actions)
+            qf_losses = critic_loss(q_values, next_q_value)
+        qf_losses.sum().backward()
+        q_optimizer.step()
+        q_optimizer.zero_grad()
+        losses[:4] = torch.cat([q_values.detach().mean(1), qf_losses.detach()])
 
         if with_actor:
-
-            def actor_loss_fn(params: torch.Tensor):
-                with autocast():
-                    actions = actor_optimizer.apply(params, batch.obs)
-                    actor_loss = -q_optimizer.apply(q_optimizer.params, batch.obs, actions, 1).mean()
-                return actor_loss, actor_loss
-
-            grad, actor_loss = torch.func.grad(actor_loss_fn, has_aux=True)(actor_optimizer.params)
-            actor_optimizer.step(grad)
-            losses[4] = actor_loss
-            actor_target.lerp_(actor_optimizer.params, args.tau)
-            critics_target.lerp_(q_optimizer.params, args.tau)
+            with autocast():
+                actor_loss = -critics(batch.obs, actor(batch.obs), count=1).mean()
+            actor_loss.backward(inputs=list(actor.parameters()))
+            actor_optimizer.step()
+            actor_optimizer.zero_grad()
+            losses[4] = actor_loss.detach()
+            with torch.no_grad():
+                torch._foreach_lerp_(target_params, params, args.tau)
 
     return update, losses
 
@@ -245,7 +227,7 @@ def make_update(
 # ------------------------------------------------------------------------------------------------------------ ACTING
 
 
-def make_acting(actor_optimizer: FlatAdam, replay: Replay, last: LastStep, args: Args) -> tuple[Callable, ...]:
+def make_acting(actor: Actor, replay: Replay, last: LastStep, args: Args) -> tuple[Callable, ...]:
     """What happens between two steps of the environments, around the updates.
 
     Returns:
@@ -254,13 +236,13 @@ def make_acting(actor_optimizer: FlatAdam, replay: Replay, last: LastStep, args:
         ``act()``: the policy's actions [N, action_dim] with exploration noise;
         ``explore()``: random actions instead.
     """
-    actor = actor_optimizer.module
 
     def observe(timestep: torch.Tensor) -> None:
         last.complete(replay, timestep)
 
+    @torch.no_grad()
     def act() -> torch.Tensor:
-        actions = actor_optimizer.apply(actor_optimizer.params, last.obs)
+        actions = actor(last.obs)
         noise = torch.randn_like(actions) * args.exploration_noise * actor.action_scale
         actions = (actions + noise).clamp(actor.low, actor.high)
         last.actions.copy_(actions)
@@ -289,31 +271,36 @@ def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray
 
 
 def make_executables(observe: Callable, update: Callable, act: Callable, args: Args, device: torch.device) -> Callable:
-    """The function ``advance(timestep_cpu, with_actor) -> actions``, compiled and captured as the flags say.
+    """The function ``advance(timestep_cpu, turns) -> actions``, compiled and captured as the flags say.
 
-    It observes, takes an update for each element of ``with_actor`` (whether it trains the actor too), and acts: all as
-    one executable for at most one update, in parts for more. ``timestep_cpu`` is pinned where the device is a GPU.
+    It observes, takes an update for each of ``turns``, its arguments, and acts: all as one executable for at most one
+    update, in parts for more. ``timestep_cpu`` is pinned where the device is a GPU.
     """
-    executable = partial(make_executable, device=device, compile=args.compile, cudagraphs=args.cudagraphs)
+    # Each is compiled by its first call, so those that a run does not need cost nothing.
+    compiled = partial(make_executable, device=device, compile=args.compile, cudagraphs=False)
+    captured = partial(make_executable, device=device, compile=args.compile, cudagraphs=args.cudagraphs)
 
-    def step(with_actor: tuple[bool, ...], timestep: torch.Tensor) -> torch.Tensor:
+    if args.one_graph:
+        updates = cache(lambda *turn: compiled(partial(update, *turn)))
+        return OneGraph(compiled(observe), updates, compiled(act), device)
+
+    def step(turns: tuple[tuple[bool, ...], ...], timestep: torch.Tensor) -> torch.Tensor:
         observe(timestep)
-        for flag in with_actor:
-            update(flag)
+        for turn in turns:
+            update(*turn)
         return act()
 
-    # Each is compiled by its first call, so those that a run does not need cost nothing.
-    steps = {with_actor: executable(partial(step, with_actor)) for with_actor in ((), (False,), (True,))}
-    just_observe, just_act = executable(observe), executable(act)
-    updates = {flag: executable(partial(update, flag)) for flag in (False, True)}
+    steps = cache(lambda turns: captured(partial(step, turns)))
+    updates = cache(lambda *turn: captured(partial(update, *turn)))
+    just_observe, just_act = captured(observe), captured(act)
 
-    def advance(timestep_cpu: torch.Tensor, with_actor: tuple[bool, ...]) -> torch.Tensor:
+    def advance(timestep_cpu: torch.Tensor, turns: tuple[tuple[bool, ...], ...]) -> torch.Tensor:
         timestep = timestep_cpu.to(device, non_blocking=True)
-        if len(with_actor) <= 1:
-            return steps[with_actor](timestep)
+        if len(turns) <= 1:
+            return steps(turns)(timestep)
         just_observe(timestep)
-        for flag in with_actor:
-            updates[flag]()
+        for turn in turns:
+            updates(*turn)()
         return just_act()
 
     return advance
@@ -322,8 +309,7 @@ def make_executables(observe: Callable, update: Callable, act: Callable, args: A
 # -------------------------------------------------------------------------------------------------------------- MAIN
 
 
-@torch.no_grad()
-def main(args: Args, make_executables: Callable = make_executables, script_file: str = __file__) -> None:
+def main(args: Args) -> None:
     validate(args)
     device = resolve_device(args)
     set_cpu_numerics(args.num_threads or available_cores())
@@ -336,13 +322,15 @@ def main(args: Args, make_executables: Callable = make_executables, script_file:
     seed_everything(args.seed)
     actor = Actor(obs_dim, envs.single_action_space.low, envs.single_action_space.high).to(device)
     critics = Critics(obs_dim, action_dim).to(device)
-    actor_optimizer = FlatAdam(actor, lr=args.learning_rate, eps=1e-8)
-    q_optimizer = FlatAdam(critics, lr=args.learning_rate, eps=1e-8)
-    actor_target, critics_target = actor_optimizer.params.clone(), q_optimizer.params.clone()
+    actor_target, critics_target = deepcopy(actor), deepcopy(critics)
+    actor_optimizer = Adam(actor.parameters(), lr=args.learning_rate)
+    q_optimizer = Adam(critics.parameters(), lr=args.learning_rate)
     replay = Replay(args.buffer_size, obs_dim, action_dim, device)
-    update, losses = make_update(actor_optimizer, q_optimizer, actor_target, critics_target, replay, args)
+    update, losses = make_update(
+        actor, critics, actor_target, critics_target, actor_optimizer, q_optimizer, replay, args
+    )
     last = LastStep.allocate(args.num_envs, obs_dim, action_dim, device)
-    observe, act, explore = make_acting(actor_optimizer, replay, last, args)
+    observe, act, explore = make_acting(actor, replay, last, args)
     advance = make_executables(observe, update, act, args, device)
     episodes = EpisodeStatistics(args.num_envs)
     state = OffPolicyState(
@@ -352,28 +340,26 @@ def main(args: Args, make_executables: Callable = make_executables, script_file:
         episodes,
         actor=actor,
         critics=critics,
-        actor_optimizer=actor_optimizer,
-        q_optimizer=q_optimizer,
         actor_target=actor_target,
         critics_target=critics_target,
+        actor_optimizer=actor_optimizer,
+        q_optimizer=q_optimizer,
         losses=losses,
         next_actions=last.actions,
     )
 
-    with Run(args, script_file, device, total_steps=args.total_timesteps // args.num_envs * args.num_envs) as run:
+    with Run(args, __file__, device, total_steps=args.total_timesteps // args.num_envs * args.num_envs) as run:
         schedule = state.resume(run)
 
         timestep_buffer = TimestepBuffer(args.num_envs, obs_dim, device)
-        with run.warmup():
-            touched = [*actor_optimizer.tensors(), *q_optimizer.tensors(), actor_target, critics_target, losses]
-            with untouched([*touched, *replay.tensors(), *last], device):
-                # A step that only resets is not stored, and there must be a transition to sample.
-                timestep_cpu = timestep_buffer.write(0.0, 0.0, 0.0, dones=1.0)
-                last.resets.fill_(1.0)
-                replay.size.clamp_(min=1)
-                for with_actor in schedule.patterns(args.policy_frequency):
-                    for _ in range(WARMUP_CALLS if args.compile or args.cudagraphs else 1):
-                        advance(timestep_cpu, with_actor)
+        with run.warmup(), untouched([*state.tensors(), *last], device):
+            # A step that only resets is not stored, and there must be a transition to sample.
+            timestep_cpu = timestep_buffer.write(0.0, 0.0, 0.0, dones=1.0)
+            last.resets.fill_(1.0)
+            replay.size.clamp_(min=1)
+            for turns in schedule.patterns(args.policy_frequency):
+                for _ in range(WARMUP_CALLS if args.compile or args.cudagraphs else 1):
+                    advance(timestep_cpu, turns)
 
         # resets: whether an environment's next step only resets it (NEXT_STEP autoreset).
         obs, resets = start_envs(envs, episodes, run.resumed and run.resumed["envs"])
@@ -402,8 +388,8 @@ def main(args: Args, make_executables: Callable = make_executables, script_file:
             else:
                 first = run.optimizer_steps + 1
                 run.optimizer_steps += due
-                with_actor = tuple(n % args.policy_frequency == 0 for n in range(first, first + due))
-                actions = advance(timestep_cpu, with_actor)
+                turns = tuple((n % args.policy_frequency == 0,) for n in range(first, first + due))
+                actions = advance(timestep_cpu, turns)
 
             if run.log_due():
                 run.log(named_losses(run, LOSS_NAMES, losses))

@@ -30,9 +30,8 @@ OFF_POLICY = [name for r in OFF_POLICY_REFERENCES for name in (r, f"{r}_torchcom
 SCRIPTS = ON_POLICY + OFF_POLICY
 ATARI = [name for name in ON_POLICY if "atari" in name]
 FAST_SCRIPTS = [name for name in SCRIPTS if name.endswith("_torchcompile")]
-# On a CPU they are their siblings, but for the command line.
-ONEGRAPH_SCRIPTS = [name.replace("_torchcompile", "_onegraph") for name in FAST_SCRIPTS if name[:3] in ("sac", "td3")]
-ONEGRAPH_SCRIPTS += ["ppo_atari_envpool_onegraph"]
+# On a CPU it is its sibling, but for the command line.
+ONEGRAPH_SCRIPTS = ["ppo_atari_envpool_onegraph"]
 # What support/ does for it, it does for its fast rung too, which takes half the time.
 LONG_SCRIPTS = ["ppo_atari_envpool"]
 # One of each kind, for what all scripts leave to support/.

@@ -2,6 +2,7 @@
 
 import importlib
 from contextlib import nullcontext
+from copy import deepcopy
 
 import gymnasium as gym
 import numpy as np
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from leanrl.sebulba.actor import make_act
 from leanrl.sebulba.algorithm import Shards
 from leanrl.sebulba.rollout import Rollout
-from leanrl.support.optim import FlatAdam
+from leanrl.support.optim import Adam, FlatAdam
 from leanrl.support.replay import LastStep, Replay
 
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -37,37 +38,46 @@ class Watch(TorchDispatchMode):
         return result
 
 
-def off_policy(name: str, *networks: str):
-    script = importlib.import_module(f"leanrl.{name}")
-    sizes = {"Actor": (OBS_DIM, LOW, HIGH), "Critics": (OBS_DIM, len(LOW)), "Temperature": (1.0,)}
-    optimizers = [FlatAdam(getattr(script, n)(*sizes[n]).to(META), lr=1e-3, eps=1e-8) for n in networks]
-    replay = Replay(100, OBS_DIM, len(LOW), META)
-    last = LastStep.allocate(NUM_ENVS, OBS_DIM, len(LOW), META)
-    targets = [optimizer.params.clone() for optimizer in (optimizers[:2] if len(networks) == 2 else optimizers[1:2])]
-    update, _ = script.make_update(*optimizers, *targets, replay, script.Args())
-    options = [script.Args()] if len(networks) == 2 else []
-    observe, act, _ = script.make_acting(optimizers[0], replay, last, *options)
-    timestep = torch.zeros(NUM_ENVS, OBS_DIM + 3, device=META)
-    return [lambda: observe(timestep), lambda: update(False), lambda: update(True), act]
+TIMESTEP = torch.zeros(NUM_ENVS, OBS_DIM + 3, device=META)
+
+
+def off_policy_storage() -> tuple[Replay, LastStep]:
+    return Replay(100, OBS_DIM, len(LOW), META), LastStep.allocate(NUM_ENVS, OBS_DIM, len(LOW), META)
 
 
 def td3():
-    return off_policy("td3_continuous_action_torchcompile", "Actor", "Critics")
+    script = importlib.import_module("leanrl.td3_continuous_action_torchcompile")
+    actor, critics = script.Actor(OBS_DIM, LOW, HIGH).to(META), script.Critics(OBS_DIM, len(LOW)).to(META)
+    replay, last = off_policy_storage()
+    optimizers = [Adam(network.parameters(), lr=1e-3) for network in (actor, critics)]
+    update, _ = script.make_update(
+        actor, critics, deepcopy(actor), deepcopy(critics), *optimizers, replay, script.Args()
+    )
+    observe, act, _ = script.make_acting(actor, replay, last, script.Args())
+    return [lambda: observe(TIMESTEP), lambda: update(False), lambda: update(True), act]
 
 
 def sac():
-    return off_policy("sac_continuous_action_torchcompile", "Actor", "Critics", "Temperature")
+    script = importlib.import_module("leanrl.sac_continuous_action_torchcompile")
+    actor, critics = script.Actor(OBS_DIM, LOW, HIGH).to(META), script.Critics(OBS_DIM, len(LOW)).to(META)
+    replay, last = off_policy_storage()
+    log_alpha = torch.zeros(1, device=META, requires_grad=True)
+    optimizers = [Adam(params, lr=1e-3) for params in (actor.parameters(), critics.parameters(), [log_alpha])]
+    update, _ = script.make_update(actor, critics, deepcopy(critics), log_alpha, *optimizers, replay, script.Args())
+    observe, act, _ = script.make_acting(actor, replay, last)
+    return [lambda: observe(TIMESTEP), lambda: update(False, True), lambda: update(True, True), act]
 
 
 def dqn():
     script = importlib.import_module("leanrl.dqn_torchcompile")
     network = script.QNetwork(OBS_DIM, 3).to(META)
-    optimizer, replay = FlatAdam(network, lr=1e-3, eps=1e-8), Replay(100, OBS_DIM, 1, META)
+    replay = Replay(100, OBS_DIM, 1, META)
     staging = script.Staging(4, NUM_ENVS, OBS_DIM, CPU)
     rows, obs = staging.take().to(META), torch.zeros(NUM_ENVS, OBS_DIM, device=META)
-    update, _ = script.make_update(optimizer, optimizer.params.clone(), replay, script.Args())
-    greedy, learn, update = script.make_executables(network, replay, staging, update, script.Args())
-    return [lambda: greedy(obs), lambda: learn(rows), update]
+    optimizer = Adam(network.parameters(), lr=1e-3)
+    update, _ = script.make_update(network, deepcopy(network), optimizer, replay, script.Args())
+    _, learn, update = script.make_executables(network, replay, staging, update, script.Args())
+    return [lambda: script.greedy(network, obs), lambda: learn(rows), update]
 
 
 def ppo():
@@ -118,13 +128,33 @@ def cleanba_impala():
 @pytest.mark.parametrize(
     "make", [td3, sac, dqn, ppo, ppo_atari, cleanba_ppo, cleanba_impala], ids=lambda make: make.__name__
 )
-@torch.no_grad()
 def test_nothing_leaves_the_device(make, monkeypatch):
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # has no meta device
-    for captured in make():
-        with Watch() as watch:
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)
+    backward = make in (td3, sac, dqn)
+    with torch.no_grad():
+        steps = make() if not backward else None
+    for captured in steps or make():
+        with Watch() as watch, torch.set_grad_enabled(backward):
             captured()
         assert watch.count > 5 and not watch.off_device
     with Watch() as watch:  # and what does leave it is seen
         torch.zeros(3).to(META)
     assert watch.off_device
+
+
+# Operations of commit 6b6cff2, whose updates were written out over flat vectors: observe, update, update with the actor
+# and act; DQN's are greedy, learn and update.
+FORMER_OPERATIONS = {td3: [26, 151, 271, 24], sac: [26, 176, 644, 39], dqn: [9, 128, 104]}
+
+
+@pytest.mark.parametrize("make", FORMER_OPERATIONS, ids=lambda make: make.__name__)
+def test_few_operations_are_launched(make, monkeypatch):
+    """Each is a launch on a GPU, where nothing is compiled: loops over parameters would multiply them."""
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # has no meta device
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)
+    for captured, former in zip(make(), FORMER_OPERATIONS[make], strict=True):
+        captured()
+        with Watch() as watch:
+            captured()
+        assert watch.count <= 1.2 * former

@@ -15,6 +15,7 @@ from leanrl.support.checkpoints import (
     load_checkpoint,
     load_last_checkpoint,
     resumed_step,
+    save_atomically,
     save_checkpoint,
 )
 from leanrl.support.errors import UsageError
@@ -46,6 +47,12 @@ def test_the_last_two_are_kept(tmp_path):
 def test_no_checkpoint_yet(tmp_path):
     assert load_last_checkpoint(tmp_path / "checkpoints", IDENTITY) is None
     assert resumed_step(tmp_path) == resumed_step(None) == 0
+
+
+def test_a_checkpoint_of_another_version_is_refused_in_one_line(tmp_path):
+    save_atomically({"format": "leanrl-checkpoint-2", **IDENTITY, "global_step": 5, "state": {}}, tmp_path / "old.pt")
+    with pytest.raises(UsageError, match=r"was written by another version of LeanRL \(leanrl-checkpoint-2\)"):
+        load_checkpoint(tmp_path / "old.pt", IDENTITY)
 
 
 def test_the_step_to_resume_at_and_copies_under_other_names(tmp_path):

@@ -3,6 +3,7 @@
 import importlib
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,14 @@ def test_there_are_commands_everywhere():
 def test_run_sh_lists_every_tool():
     usage = (REPOSITORY / "run.sh").read_text().split("EOF")[1]
     assert set(TOOLS) <= set(re.findall(r"\w+", usage))
+
+
+@pytest.mark.parametrize("algorithm", ["sac", "td3"])
+def test_run_sh_says_what_is_called_now(algorithm):
+    old, now = (f"{algorithm}_continuous_action_{name}" for name in ("onegraph", "torchcompile"))
+    call = subprocess.run([REPOSITORY / "run.sh", old, "--compile"], capture_output=True, text=True, timeout=120)
+    assert (call.returncode, call.stdout) == (2, "")
+    assert call.stderr == f"run.sh: {old} is a mode now: ./run.sh {now} --compile --one-graph\n"
 
 
 @pytest.mark.parametrize("path", [path for path in DOCUMENTS if path.suffix == ".md"], ids=lambda path: path.name)

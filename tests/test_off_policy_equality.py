@@ -1,18 +1,18 @@
-"""The fast rungs of the off-policy scripts compute what the references compute, update for update."""
+"""The fast variants of the off-policy scripts compute what the references compute, update for update."""
 
 import importlib
-import itertools
+import inspect
 from copy import deepcopy
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from scripts import OFF_POLICY
+from torch.utils._pytree import tree_leaves
 
 from leanrl.support.executables import CUDAGRAPH_WARMUP, WARMUP_CALLS, CompiledStep, untouched
-from leanrl.support.optim import FlatAdam
 from leanrl.support.replay import Replay
 
 CPU = torch.device("cpu")
@@ -64,63 +64,65 @@ def make_executable(mode: str, update, device: torch.device, touched, **options)
     return update
 
 
-# --------------------------------------------------------------------------------------------------------------- TD3
+# ----------------------------------------------------------------------------------------------------------- LEARNERS
 
 
-def td3_reference(device: torch.device, **changes):
-    td3 = importlib.import_module("leanrl.td3_continuous_action")
-    args = td3.Args(**changes)
+def learner(script: str, mode: str, device: torch.device, **changes) -> SimpleNamespace:
+    """A script's networks, which train by ``update(*turn)`` in ``mode``; every script makes the same ones."""
+    module = importlib.import_module(f"leanrl.{script}")
+    args, adam = module.Args(**changes), getattr(module, "Adam", torch.optim.Adam)
     torch.manual_seed(1)
+    parts = {"dqn": dqn_parts, "sac": sac_parts, "td3": td3_parts}[script[:3]](module, adam, args, device)
+    replay = filled_replay(device, *((1, 3) if script.startswith("dqn") else ()))
+    update, losses = module.make_update(**parts, replay=replay, args=args)
+    touched = [x for part in parts.values() for x in tensors(part)] + [losses]
+    options = getattr(module, "EXACT_TANH", {})
+    executable = cache(lambda *turn: make_executable(mode, partial(update, *turn), device, touched, **options))
+    return SimpleNamespace(update=lambda *turn: executable(*turn)(), losses=losses, parts=parts, args=args)
+
+
+def td3_parts(td3, adam, args, device: torch.device) -> dict:
     actor, critics = td3.Actor(OBS_DIM, LOW, HIGH).to(device), td3.Critics(OBS_DIM, len(LOW)).to(device)
-    networks = [actor, critics, td3.Actor(OBS_DIM, LOW, HIGH).to(device), td3.Critics(OBS_DIM, len(LOW)).to(device)]
-    networks[2].load_state_dict(actor.state_dict())
-    networks[3].load_state_dict(critics.state_dict())
-    optimizers = [torch.optim.Adam(network.parameters(), lr=args.learning_rate) for network in (actor, critics)]
-    update, losses = td3.make_update(*networks, *optimizers, filled_replay(device), args)
-    return SimpleNamespace(update=update, losses=losses, networks=networks)
-
-
-@torch.no_grad()
-def td3_fast(mode: str, device: torch.device, **changes):
-    td3 = importlib.import_module("leanrl.td3_continuous_action_torchcompile")
-    args = td3.Args(**changes)
-    torch.manual_seed(1)
-    actor, critics = td3.Actor(OBS_DIM, LOW, HIGH).to(device), td3.Critics(OBS_DIM, len(LOW)).to(device)
-    optimizers = [FlatAdam(network, lr=args.learning_rate, eps=1e-8) for network in (actor, critics)]
-    targets = [optimizer.params.clone() for optimizer in optimizers]
-    update, losses = td3.make_update(*optimizers, *targets, filled_replay(device), args)
-    touched = [*optimizers[0].tensors(), *optimizers[1].tensors(), *targets, losses]
-    updates = {flag: make_executable(mode, partial(update, flag), device, touched) for flag in (False, True)}
-    return SimpleNamespace(
-        update=lambda with_actor: updates[with_actor](),
-        losses=losses,
-        actor=actor,
-        optimizers=optimizers,
-        targets=targets,
-    )
-
-
-def twins(critics) -> list[torch.Tensor]:
-    """A reference's parameters of both Q-networks in the order of the fast rung's: [2, in, out], [2, 1, out], ..."""
-    rows = []
-    for first, second in zip(critics.qf1.parameters(), critics.qf2.parameters(), strict=True):
-        pair = torch.stack([first.detach(), second.detach()])
-        rows.append(pair.mT if pair.dim() == 3 else pair.unsqueeze(1))
-    return rows
-
-
-def td3_parameters(reference, fast) -> tuple[dict, dict]:
-    """Both sides' parameters, one flat vector a network, in the order of the fast rung's."""
-    actor, critics, actor_target, critics_target = reference.networks
-    expected = {
-        "actor": actor.parameters(),
-        "critics": twins(critics),
-        "actor target": actor_target.parameters(),
-        "critics target": twins(critics_target),
+    return {
+        **{"actor": actor, "critics": critics, "actor_target": deepcopy(actor), "critics_target": deepcopy(critics)},
+        "actor_optimizer": adam(actor.parameters(), lr=args.learning_rate),
+        "q_optimizer": adam(critics.parameters(), lr=args.learning_rate),
     }
-    expected = {name: torch.cat([p.detach().reshape(-1) for p in ps]) for name, ps in expected.items()}
-    ours = [optimizer.params for optimizer in fast.optimizers] + fast.targets
-    return expected, {name: x.clone() for name, x in zip(expected, ours, strict=True)}
+
+
+def sac_parts(sac, adam, args, device: torch.device) -> dict:
+    actor, critics = sac.Actor(OBS_DIM, LOW, HIGH).to(device), sac.Critics(OBS_DIM, len(LOW)).to(device)
+    log_alpha = torch.tensor([1.0 if args.autotune else args.alpha], device=device).log().requires_grad_()
+    return {
+        **{"actor": actor, "critics": critics, "critics_target": deepcopy(critics), "log_alpha": log_alpha},
+        "actor_optimizer": adam(actor.parameters(), lr=args.policy_lr, eps=EPS),
+        "q_optimizer": adam(critics.parameters(), lr=args.q_lr, eps=EPS),
+        "a_optimizer": adam([log_alpha], lr=args.q_lr, eps=EPS),
+    }
+
+
+def dqn_parts(dqn, adam, args, device: torch.device) -> dict:
+    q_network = dqn.QNetwork(OBS_DIM, 3).to(device)
+    optimizer = adam(q_network.parameters(), lr=args.learning_rate)
+    return {"q_network": q_network, "target_network": deepcopy(q_network), "optimizer": optimizer}
+
+
+def tensors(part) -> list[torch.Tensor]:
+    """Of a tensor, a module or an optimiser, at their addresses."""
+    state = part if isinstance(part, torch.Tensor) else part.state_dict()
+    return [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+
+
+def parameters(side: SimpleNamespace) -> dict[str, torch.Tensor]:
+    """A copy of what is trained, one flat vector each."""
+    trained = {name: part for name, part in side.parts.items() if not isinstance(part, torch.optim.Optimizer)}
+    return {name: torch.cat([x.detach().reshape(-1) for x in tensors(part)]) for name, part in trained.items()}
+
+
+def steps_of(side: SimpleNamespace) -> dict[str, int]:
+    """How often each optimiser has stepped."""
+    optimizers = {name: part for name, part in side.parts.items() if isinstance(part, torch.optim.Optimizer)}
+    return {name: max((int(x["step"]) for x in o.state.values()), default=0) for name, o in optimizers.items()}
 
 
 # A fused kernel rounds to bf16 elsewhere. On a CPU that makes 0.14; half the learning rate would make 0.5.
@@ -142,124 +144,36 @@ def assert_moved_together(start: dict, expected: dict, got: dict, tolerance: flo
         assert error < tolerance, f"{name}: off by {error:.1e} of its way"
 
 
-@in_either_precision
-@in_every_mode
-def test_td3_equals_the_reference(mode, device, amp):
-    reference, fast = td3_reference(device, amp=amp), td3_fast(mode, device, amp=amp)
-    start, ours = td3_parameters(reference, fast)
-    assert all(torch.equal(start[name], ours[name]) for name in start)
-    for side in (reference, fast):
-        torch.manual_seed(2)
-        for n in range(1, NUM_UPDATES + 1):
-            side.update(n % 2 == 0)
-    assert [int(optimizer.num_steps) for optimizer in fast.optimizers] == [NUM_UPDATES // 2, NUM_UPDATES]
-    parameters = td3_parameters(reference, fast)
-    assert_moved_together(start, *parameters, tolerance=1e-3 if amp == "none" else BF16_TOLERANCE)
-    assert_same_losses(fast.losses, reference.losses, amp)
+# ----------------------------------------------------------------------------------------------------------- EQUALITY
 
 
-# --------------------------------------------------------------------------------------------------------------- SAC
-
-
-def sac_reference(device: torch.device, **changes):
-    sac = importlib.import_module("leanrl.sac_continuous_action")
-    args = sac.Args(**changes)
-    torch.manual_seed(1)
-    actor, critics = sac.Actor(OBS_DIM, LOW, HIGH).to(device), sac.Critics(OBS_DIM, len(LOW)).to(device)
-    critics_target = deepcopy(critics)
-    log_alpha = torch.tensor([1.0 if args.autotune else args.alpha], device=device).log().requires_grad_()
-    optimizers = [
-        torch.optim.Adam(parameters, lr=lr, eps=EPS)
-        for parameters, lr in ((actor.parameters(), args.policy_lr), (critics.parameters(), args.q_lr))
-    ]
-    optimizers.append(torch.optim.Adam([log_alpha], lr=args.q_lr, eps=EPS))
-    update, losses = sac.make_update(
-        actor, critics, critics_target, log_alpha, *optimizers, filled_replay(device), args
-    )
-    numbers = itertools.count(1)
-
-    def numbered_update(with_actor: bool) -> None:
-        update(with_actor, with_targets=next(numbers) % args.target_network_frequency == 0)
-
-    networks = SimpleNamespace(actor=actor, critics=critics, critics_target=critics_target, log_alpha=log_alpha)
-    return SimpleNamespace(update=numbered_update, losses=losses, networks=networks)
-
-
-@torch.no_grad()
-def sac_fast(mode: str, device: torch.device, **changes):
-    sac = importlib.import_module("leanrl.sac_continuous_action_torchcompile")
-    args = sac.Args(**changes)
-    torch.manual_seed(1)
-    actor, critics = sac.Actor(OBS_DIM, LOW, HIGH).to(device), sac.Critics(OBS_DIM, len(LOW)).to(device)
-    temperature = sac.Temperature(1.0 if args.autotune else args.alpha).to(device)
-    rates = {actor: args.policy_lr, critics: args.q_lr, temperature: args.q_lr}
-    optimizers = [FlatAdam(network, lr=lr, eps=EPS) for network, lr in rates.items()]
-    critics_target = optimizers[1].params.clone()
-    update, losses = sac.make_update(*optimizers, critics_target, filled_replay(device), args)
-    touched = [tensor for optimizer in optimizers for tensor in optimizer.tensors()] + [critics_target, losses]
-    updates = {
-        flag: make_executable(mode, partial(update, flag), device, touched, **sac.EXACT_TANH) for flag in (False, True)
-    }
-    return SimpleNamespace(
-        update=lambda with_actor: updates[with_actor](),
-        losses=losses,
-        optimizers=optimizers,
-        critics_target=critics_target,
-    )
-
-
-def sac_parameters(reference, fast) -> tuple[dict, dict]:
-    """As td3_parameters."""
-    networks = reference.networks
-    expected = {
-        "actor": networks.actor.parameters(),
-        "critics": twins(networks.critics),
-        "log_alpha": [networks.log_alpha],
-        "critics target": twins(networks.critics_target),
-    }
-    expected = {name: torch.cat([p.detach().reshape(-1) for p in ps]) for name, ps in expected.items()}
-    actor, critics, temperature = fast.optimizers
-    # The reference has two heads, weight and bias each; the fast rung one.
-    pieces = actor.unflatten(actor.params)
-    *body, weight, bias = [pieces[name] for name in pieces]
-    heads = [x for pair in zip(weight.chunk(2), bias.chunk(2), strict=True) for x in pair]
-    ours = [
-        torch.cat([x.reshape(-1) for x in [*body, *heads]]),
-        critics.params,
-        temperature.params,
-        fast.critics_target,
-    ]
-    return expected, {name: x.clone() for name, x in zip(expected, ours, strict=True)}
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"autotune": False, "target_network_frequency": 3}, {"amp": "bf16"}],
-    ids=["autotune", "fixed", "bf16"],
-)
-@in_every_mode
-def test_sac_equals_the_reference(mode, changes, device):
+def assert_equal_training(script: str, mode: str, device: torch.device, turn, steps: dict, fixed=(), **changes) -> None:
     """With every sequence of batches to 5e-2 of the way, and with one of six at least far closer, on any processor.
 
-    Where both critics say nearly the same of an action, rounding decides which is the lower one, and that the actor
-    learns from: in two of five sequences that leads 1e-2 of the way apart, else 1e-6. A rung that computed something
-    else would do so in all of them.
+    Where both critics say nearly the same, rounding decides which is the lower one, and that is learned from: in about
+    one of four sequences that leads 1e-3 to 1e-2 of the way apart, else 1e-6. A variant that computed something else
+    would do so in all of them.
+
+    Args:
+        turn: the arguments of update n, from 1.
+        steps: what each optimiser of the variant is to have counted.
+        fixed: names of what is not to move.
+        changes: of the scripts' arguments.
     """
-    rounded = "amp" in changes
+    rounded = changes.get("amp") == "bf16"
     for seed in range(2, 8):
-        reference, fast = sac_reference(device, **changes), sac_fast(mode, device, **changes)
-        start, ours = sac_parameters(reference, fast)
+        reference = learner(script, "eager", device, **changes)
+        fast = learner(f"{script}_torchcompile", mode, device, **changes)
+        start, ours = parameters(reference), parameters(fast)
         assert all(torch.equal(start[name], ours[name]) for name in start)
         for side in (reference, fast):
             torch.manual_seed(seed)
             for n in range(1, NUM_UPDATES + 1):
-                side.update(n % 2 == 0)
-        actor_steps = NUM_UPDATES // 2 * 2  # two at a time, every second update
-        alpha_steps = actor_steps if changes.get("autotune", True) else 0
-        assert [int(optimizer.num_steps) for optimizer in fast.optimizers] == [actor_steps, NUM_UPDATES, alpha_steps]
-        expected, got = sac_parameters(reference, fast)
-        if not alpha_steps:
-            assert torch.equal(got.pop("log_alpha"), start.pop("log_alpha"))
+                side.update(*turn(n))
+        assert steps_of(fast) == steps
+        expected, got = parameters(reference), parameters(fast)
+        for name in fixed:
+            assert torch.equal(got.pop(name), start.pop(name))
         assert_moved_together(start, expected, got, tolerance=BF16_TOLERANCE if rounded else 5e-2)
         try:
             assert_moved_together(start, expected, got, tolerance=BF16_TOLERANCE if rounded else 1e-3)
@@ -271,48 +185,64 @@ def test_sac_equals_the_reference(mode, changes, device):
             break
 
 
-# --------------------------------------------------------------------------------------------------------------- DQN
+@in_either_precision
+@in_every_mode
+def test_td3_equals_the_reference(mode, device, amp):
+    steps = {"actor_optimizer": NUM_UPDATES // 2, "q_optimizer": NUM_UPDATES}
+    assert_equal_training("td3_continuous_action", mode, device, lambda n: (n % 2 == 0,), steps, amp=amp)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"autotune": False, "target_network_frequency": 3}, {"amp": "bf16"}],
+    ids=["autotune", "fixed", "bf16"],
+)
+@in_every_mode
+def test_sac_equals_the_reference(mode, changes, device):
+    frequency = changes.get("target_network_frequency", 1)
+    actor_steps = NUM_UPDATES // 2 * 2  # two at a time, every second update
+    fixed = () if changes.get("autotune", True) else ("log_alpha",)
+    steps = {"actor_optimizer": actor_steps, "q_optimizer": NUM_UPDATES, "a_optimizer": 0 if fixed else actor_steps}
+    turn = lambda n: (n % 2 == 0, n % frequency == 0)  # noqa: E731
+    assert_equal_training("sac_continuous_action", mode, device, turn, steps, fixed, **changes)
 
 
 @in_either_precision
 @in_every_mode
 def test_dqn_equals_the_reference(mode, device, amp):
-    plain, quick = (importlib.import_module(f"leanrl.{name}") for name in ("dqn", "dqn_torchcompile"))
-    args = plain.Args(learning_rate=1e-3, tau=0.7, amp=amp)
-    torch.manual_seed(1)
-    q_network = plain.QNetwork(OBS_DIM, 3).to(device)
-    target_network = deepcopy(q_network)
-    optimizer = torch.optim.Adam(q_network.parameters(), lr=args.learning_rate)
-    replay = filled_replay(device, action_dim=1, discrete=3)
-    update, losses = plain.make_update(q_network, target_network, optimizer, replay, args)
-
-    flat = FlatAdam(deepcopy(q_network), lr=args.learning_rate, eps=1e-8)
-    flat_target = flat.params.clone()
-    replay = filled_replay(device, action_dim=1, discrete=3)
-    with torch.no_grad():
-        fast_update, fast_losses = quick.make_update(flat, flat_target, replay, args)
-        fast_update = make_executable(mode, fast_update, device, [*flat.tensors(), fast_losses])
-
-    def parameters(network) -> torch.Tensor:
-        return torch.cat([p.detach().reshape(-1) for p in network.parameters()])
-
-    start = {"network": parameters(q_network), "target": parameters(target_network)}
-    torch.manual_seed(2)
-    for n in range(1, NUM_UPDATES + 1):
-        update()
-        if n % 25 == 0:
-            plain.update_target(q_network, target_network, args.tau)
-    torch.manual_seed(2)
-    with torch.no_grad():
+    changes = {"learning_rate": 1e-3, "tau": 0.7, "amp": amp}
+    sides = learner("dqn", "eager", device, **changes), learner("dqn_torchcompile", mode, device, **changes)
+    start = parameters(sides[0])
+    for name, side in zip(("dqn", "dqn_torchcompile"), sides, strict=True):
+        module = importlib.import_module(f"leanrl.{name}")
+        torch.manual_seed(2)
         for n in range(1, NUM_UPDATES + 1):
-            fast_update()
+            side.update()
             if n % 25 == 0:
-                flat_target.lerp_(flat.params, args.tau)
-    assert int(flat.num_steps) == NUM_UPDATES
-    expected = {"network": parameters(q_network), "target": parameters(target_network)}
-    got = {"network": flat.params, "target": flat_target}
-    assert_moved_together(start, expected, got, tolerance=1e-3 if amp == "none" else BF16_TOLERANCE)
-    assert_same_losses(fast_losses, losses, amp)
+                module.update_target(side.parts["q_network"], side.parts["target_network"], side.args.tau)
+    reference, fast = sides
+    assert steps_of(fast) == {"optimizer": NUM_UPDATES}
+    tolerance = 1e-3 if amp == "none" else BF16_TOLERANCE
+    assert_moved_together(start, parameters(reference), parameters(fast), tolerance)
+    assert_same_losses(fast.losses, reference.losses, amp)
+
+
+# What the two files of a pair have in the same words, but for the optimiser's class.
+SHARED = {
+    "sac_continuous_action": (
+        "Critics Actor sac_target critic_loss actor_loss alpha_loss Noise make_update load_policy validate"
+    ),
+    "td3_continuous_action": "Critics Actor td3_target critic_loss make_update load_policy validate",
+    "dqn": "QNetwork dqn_target dqn_loss linear_schedule make_update update_target greedy act load_policy validate",
+}
+
+
+@pytest.mark.parametrize("name", [f"{script} {name}" for script, names in SHARED.items() for name in names.split()])
+def test_a_pair_is_one_program(name):
+    script, name = name.split()
+    modules = (importlib.import_module(f"leanrl.{script}{end}") for end in ("", "_torchcompile"))
+    ours, theirs = (inspect.getsource(getattr(module, name)) for module in modules)
+    assert theirs == ours.replace("torch.optim.Adam", "Adam")
 
 
 @pytest.mark.parametrize("script", OFF_POLICY)

@@ -3,6 +3,7 @@
 import importlib
 import math
 from copy import deepcopy
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +15,6 @@ from scripts import OFF_POLICY
 import leanrl.dqn as dqn
 import leanrl.sac_continuous_action as sac
 import leanrl.td3_continuous_action as td3
-from leanrl.support.optim import FlatAdam
 from leanrl.support.replay import Batch, LastStep
 
 # Bounds other than ±1, and different from one dimension to the next.
@@ -26,6 +26,10 @@ OBS_DIM, BATCH_SIZE, NUM_UPDATES = 5, 32, 4
 def scripts_of(name):
     """Both rungs of an algorithm, as modules."""
     return [importlib.import_module(f"leanrl.{script}") for script in OFF_POLICY if script.startswith(name)]
+
+
+def name_of(module):
+    return module.__name__.split(".")[-1]
 
 
 def random_batch(seed=0, discrete=0):
@@ -70,6 +74,54 @@ def move(target, trained, tau):
         old.copy_(tau * new + (1 - tau) * old)
 
 
+# ----------------------------------------------------------------------------------------------------------- NETWORKS
+
+
+def qf_parameters(critics, number):
+    """The parameters of one of two critics: weights [in, out] and biases [1, out] in turn."""
+    return [p[number] for p in critics.parameters()]
+
+
+def slow_mlp(parameters, x, rounded=lambda x: x, bias_inside=False):
+    """Two hidden layers with relu, product for product; ``rounded`` is what the second layer's go through.
+
+    ``bias_inside``: its bias is added before the sum is rounded, as nn.Linear does.
+    """
+    w1, b1, w2, b2, w3, b3 = parameters
+    hidden = torch.relu((x[:, :, None] * w1).sum(1) + b1)
+    product = (rounded(hidden)[:, :, None] * rounded(w2)).sum(1)
+    hidden = torch.relu(rounded(product + rounded(b2)) if bias_inside else rounded(product) + b2)
+    return (hidden[:, :, None] * w3).sum(1) + b3
+
+
+def qf(critics, number):
+    """One of two critics as a function of observations and actions."""
+    return lambda obs, actions: slow_mlp(qf_parameters(critics, number), torch.cat([obs, actions], 1)).squeeze(1)
+
+
+@pytest.mark.parametrize("module", scripts_of("sac") + scripts_of("td3") + scripts_of("dqn"), ids=name_of)
+def test_networks_in_either_precision(module):
+    """Under autocast all but the product between the hidden layers stays float32."""
+    torch.manual_seed(0)
+    obs, actions = 10 + torch.randn(BATCH_SIZE, OBS_DIM), torch.randn(BATCH_SIZE, 2)
+    bias_inside = name_of(module).startswith("dqn")
+    if bias_inside:
+        network, inputs = module.QNetwork(OBS_DIM, 3), (obs,)
+        slow = {"values": [p.T for p in network.parameters()]}
+    else:
+        network, inputs = module.Critics(OBS_DIM, 2), (obs, actions)
+        slow = {i: qf_parameters(network, i) for i in (0, 1)}
+    for amp in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+            values = network(*inputs)
+        rounded = (lambda x: x.bfloat16().float()) if amp else (lambda x: x)
+        expected = torch.stack([slow_mlp(ps, torch.cat(inputs, 1), rounded, bias_inside) for ps in slow.values()])
+        # Where sums in another order round to the other side, an element of the hidden layer is off by 2**-8.
+        assert (values.view_as(expected) - expected).abs().max() < (1e-3 if amp else 1e-5)
+    inexact = slow_mlp(next(iter(slow.values())), torch.cat(inputs, 1).bfloat16().float(), rounded, bias_inside)
+    assert (inexact - expected[0]).abs().max() > 5e-3  # so observations in bf16 would be seen
+
+
 # --------------------------------------------------------------------------------------------------------------- SAC
 
 
@@ -81,7 +133,7 @@ def density(mean, log_std, noise):
     return BIAS + SCALE * x.tanh(), log_prob.sum(1)
 
 
-@pytest.mark.parametrize("module", scripts_of("sac"), ids=lambda module: module.__name__.split(".")[-1])
+@pytest.mark.parametrize("module", scripts_of("sac"), ids=name_of)
 def test_density_of_squashed_actions(module):
     """Within the bounds, and with their scale in it."""
     torch.manual_seed(0)
@@ -89,11 +141,8 @@ def test_density_of_squashed_actions(module):
     obs, noise = torch.randn(1_000, OBS_DIM, dtype=torch.float64), torch.randn(1_000, 2, dtype=torch.float64)
     mean, log_std = actor(30 * obs)
     assert log_std.min() >= -5 and log_std.max() <= 2 and log_std.max() - log_std.min() > 3
-    if hasattr(module, "squash"):
-        actions, log_prob = module.squash(actor, mean, log_std.clamp(max=0), noise)
-    else:
-        actor.forward = lambda obs: (mean, log_std.clamp(max=0))
-        actions, log_prob = actor.get_action(obs, noise)
+    actor.forward = lambda obs: (mean, log_std.clamp(max=0))
+    actions, log_prob = actor.get_action(obs, noise)
     expected = density(mean, log_std.clamp(max=0), noise)
     torch.testing.assert_close(actions, expected[0])
     # 1e-6 is added to the derivative, which matters where an action is nearly at its bound.
@@ -104,29 +153,29 @@ def test_density_of_squashed_actions(module):
 
 def slow_sac(actor, critics, log_alpha, batches, args):
     """https://arxiv.org/abs/1812.05905, algorithm 1, with CleanRL's delayed policy updates."""
-    qf1, qf2 = critics.qf1, critics.qf2
-    qf1_target, qf2_target = deepcopy(qf1), deepcopy(qf2)
-    optimizers = [adam(actor, args.policy_lr), adam(qf1, args.q_lr), adam(qf2, args.q_lr)]
+    critics_target = deepcopy(critics)
+    qf1, qf2, qf1_target, qf2_target = (qf(twins, i) for twins in (critics, critics_target) for i in (0, 1))
+    optimizers = [adam(actor, args.policy_lr), adam(critics, args.q_lr)]
     a_optimizer = torch.optim.Adam([log_alpha], lr=args.q_lr)
     for n, (obs, next_obs, actions, rewards, terminations) in enumerate(batches, start=1):
+        # All of an update at once, as the script draws it: for the targets, twice the actor, twice the coefficient.
+        noise = torch.randn(1 if n % 2 else 5, *actions.shape, dtype=actions.dtype)
         with torch.no_grad():
-            next_actions, log_pi = density(*actor(next_obs), torch.randn_like(actions))
+            next_actions, log_pi = density(*actor(next_obs), noise[0])
             q_next = torch.min(qf1_target(next_obs, next_actions), qf2_target(next_obs, next_actions))
             y = rewards + torch.where(terminations > 0, 0.0, 0.99 * (q_next - log_alpha.exp() * log_pi))
-        for qf, optimizer in ((qf1, optimizers[1]), (qf2, optimizers[2])):
-            step(optimizer, F.mse_loss(qf(obs, actions), y))
+        step(optimizers[1], F.mse_loss(qf1(obs, actions), y) + F.mse_loss(qf2(obs, actions), y))
         if n % 2 == 0:
-            for _ in range(2):
-                pi, log_pi = density(*actor(obs), torch.randn_like(actions))
+            for i in (1, 2):
+                pi, log_pi = density(*actor(obs), noise[i])
                 min_qf = torch.min(qf1(obs, pi), qf2(obs, pi))
                 step(optimizers[0], (log_alpha.exp().detach() * log_pi - min_qf).mean())
                 if args.autotune:
                     with torch.no_grad():
-                        _, log_pi = density(*actor(obs), torch.randn_like(actions))
+                        _, log_pi = density(*actor(obs), noise[i + 2])
                     step(a_optimizer, -(log_alpha.exp() * (log_pi - 2.0)).mean())  # two dimensions of actions
-        for target, trained in ((qf1_target, qf1), (qf2_target, qf2)):
-            move(target, trained, 0.005)
-    return SimpleNamespace(qf1=qf1_target, qf2=qf2_target)
+        move(critics_target, critics, 0.005)
+    return critics_target
 
 
 @pytest.mark.parametrize("autotune", [True, False])
@@ -139,19 +188,19 @@ def test_sac_update_is_the_papers(autotune):
     slow = deepcopy(start)
     batches = [random_batch(seed) for seed in range(NUM_UPDATES)]
     torch.manual_seed(1)
-    slow_targets = slow_sac(*slow, batches, args)
+    slow_target = slow_sac(*slow, batches, args)
     critics_target = deepcopy(critics)
     optimizers = adam(actor, args.policy_lr), adam(critics, args.q_lr), torch.optim.Adam([log_alpha], lr=args.q_lr)
     update, losses = sac.make_update(actor, critics, critics_target, log_alpha, *optimizers, replay_of(batches), args)
     torch.manual_seed(1)
     for n in range(1, NUM_UPDATES + 1):
         update(with_actor=n % 2 == 0, with_targets=True)
-    # The script rounds the actor's outputs to float32, and adds 1e-6 to the derivative of the squashing.
-    for ours, theirs, old in ((actor, slow[0], start[0]), (critics, slow[1], start[1])):
+    # The script adds 1e-6 to the derivative of the squashing.
+    for ours, theirs, old in (
+        *((actor, slow[0], start[0]), (critics, slow[1], start[1])),
+        (critics_target, slow_target, start[1]),
+    ):
         assert_same_way(ours, theirs, old, tolerance=5e-3)
-    for name in ("qf1", "qf2"):
-        networks = (getattr(critics, name) for critics in (critics_target, slow_targets, start[1]))
-        assert_same_way(*networks, tolerance=5e-3)
     torch.testing.assert_close(log_alpha, slow[2], rtol=1e-5, atol=1e-8)
     assert torch.equal(log_alpha, start[2]) != autotune
     assert losses[5].item() == pytest.approx(log_alpha.exp().item(), rel=1e-6)
@@ -162,9 +211,9 @@ def test_sac_update_is_the_papers(autotune):
 
 def slow_td3(actor, critics, batches, args):
     """https://arxiv.org/abs/1802.09477, algorithm 1."""
-    qf1, qf2 = critics.qf1, critics.qf2
-    actor_target, qf1_target, qf2_target = deepcopy(actor), deepcopy(qf1), deepcopy(qf2)
-    optimizers = [adam(actor, args.learning_rate), adam(qf1, args.learning_rate), adam(qf2, args.learning_rate)]
+    actor_target, critics_target = deepcopy(actor), deepcopy(critics)
+    qf1, qf2, qf1_target, qf2_target = (qf(twins, i) for twins in (critics, critics_target) for i in (0, 1))
+    optimizers = [adam(actor, args.learning_rate), adam(critics, args.learning_rate)]
     low, high = torch.from_numpy(LOW).double(), torch.from_numpy(HIGH).double()
     for n, (obs, next_obs, actions, rewards, terminations) in enumerate(batches, start=1):
         with torch.no_grad():
@@ -172,13 +221,12 @@ def slow_td3(actor, critics, batches, args):
             next_actions = torch.max(torch.min(actor_target(next_obs) + noise, high), low)
             q_next = torch.min(qf1_target(next_obs, next_actions), qf2_target(next_obs, next_actions))
             y = rewards + torch.where(terminations > 0, 0.0, 0.99 * q_next)
-        for qf, optimizer in ((qf1, optimizers[1]), (qf2, optimizers[2])):
-            step(optimizer, F.mse_loss(qf(obs, actions), y))
+        step(optimizers[1], F.mse_loss(qf1(obs, actions), y) + F.mse_loss(qf2(obs, actions), y))
         if n % 2 == 0:
             step(optimizers[0], -qf1(obs, actor(obs)).mean())
-            for target, trained in ((actor_target, actor), (qf1_target, qf1), (qf2_target, qf2)):
+            for target, trained in ((actor_target, actor), (critics_target, critics)):
                 move(target, trained, 0.005)
-    return actor_target, SimpleNamespace(qf1=qf1_target, qf2=qf2_target)
+    return actor_target, critics_target
 
 
 def test_td3_update_is_the_papers():
@@ -200,13 +248,11 @@ def test_td3_update_is_the_papers():
         update(with_actor=n % 2 == 0)
     for ours, theirs, old in zip((actor, critics), slow, start, strict=True):
         assert_same_way(ours, theirs, old, tolerance=1e-5)
-    assert_same_way(targets[0], slow_targets[0], start[0], tolerance=1e-5)
-    for name in ("qf1", "qf2"):
-        networks = (getattr(critics, name) for critics in (targets[1], slow_targets[1], start[1]))
-        assert_same_way(*networks, tolerance=1e-5)
+    for ours, theirs, old in zip(targets, slow_targets, start, strict=True):
+        assert_same_way(ours, theirs, old, tolerance=1e-5)
 
 
-@pytest.mark.parametrize("module", scripts_of("td3"), ids=lambda module: module.__name__.split(".")[-1])
+@pytest.mark.parametrize("module", scripts_of("td3"), ids=name_of)
 def test_td3_explores_within_the_bounds(module):
     """With noise of a tenth of the action scale, or of five, which the bounds cut off."""
     torch.manual_seed(0)
@@ -218,7 +264,7 @@ def test_td3_explores_within_the_bounds(module):
         if hasattr(module, "act"):
             return module.act(actor, obs, args)
         last = LastStep(obs, torch.zeros(len(obs), 2), torch.zeros(len(obs)))
-        return module.make_acting(FlatAdam(actor, lr=0.0, eps=0.0), None, last, args)[1]()
+        return module.make_acting(actor, None, last, args)[1]()
 
     with torch.no_grad():
         noise = act() - actor(obs)
@@ -256,7 +302,7 @@ def test_dqn_update_is_the_papers():
     assert losses[0].item() == pytest.approx(total.item() / BATCH_SIZE, rel=1e-5)
 
 
-@pytest.mark.parametrize("module", scripts_of("dqn"), ids=lambda module: module.__name__.split(".")[-1])
+@pytest.mark.parametrize("module", scripts_of("dqn"), ids=name_of)
 def test_epsilon_falls_over_half_the_run_and_stays(module):
     args = module.Args(total_timesteps=1_000)
     epsilons = [module.linear_schedule(args, step) for step in range(1_001)]
@@ -272,6 +318,6 @@ def test_epsilon_is_the_share_of_random_actions():
     with torch.no_grad():
         q_network[-1].bias[2] = 100.0
     for epsilon in (0.0, 0.4, 1.0):
-        actions = dqn.act(q_network, torch.zeros(40_000, OBS_DIM), 4, epsilon)
+        actions = dqn.act(partial(dqn.greedy, q_network), torch.zeros(40_000, OBS_DIM), 4, epsilon)
         expected = np.full(4, epsilon / 4) + (np.arange(4) == 2) * (1 - epsilon)
         assert np.bincount(actions, minlength=4) / 40_000 == pytest.approx(expected, abs=0.01)

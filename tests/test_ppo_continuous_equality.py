@@ -12,7 +12,7 @@ from leanrl.support.envs import make_envs
 from leanrl.support.evaluation import load_model
 from leanrl.support.executables import CompiledStep, untouched
 from leanrl.support.normalization import RewardNormalizer, RunningMoments
-from leanrl.support.optim import FlatAdam
+from leanrl.support.optim import Adam, FlatAdam
 
 OBS_DIM, ACTION_DIM, NUM_STEPS, NUM_ENVS = 11, 3, 128, 2
 UPDATES = 50
@@ -393,6 +393,27 @@ def test_functions_of_one_code_each_compile_once() -> None:
             for _ in range(3):
                 step()
             assert count.item() == 3
+
+
+def test_a_step_with_two_backwards_leaves_the_next_alone() -> None:
+    """Other networks, in other places."""
+
+    def factory(networks: dict[str, torch.nn.Module], num_backwards: int) -> CompiledStep:
+        def fn() -> None:
+            for _ in range(num_backwards):
+                for network in networks.values():
+                    network(torch.ones(1, 3)).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        optimizer = Adam([p for network in networks.values() for p in network.parameters()], lr=0.1)
+        return CompiledStep(fn, torch.device("cpu"), cpp_wrapper=False)
+
+    for name, num_backwards in (("first", 2), ("second", 1)):
+        network = torch.nn.Linear(3, 1)
+        before = network.bias.detach().clone()
+        factory({name: network}, num_backwards)()
+        torch.testing.assert_close(network.bias.detach(), before - 0.1 * num_backwards)
 
 
 def test_compiled_step_refuses_a_graph_break() -> None:

@@ -39,19 +39,20 @@ def test_no_update_is_lost_in_a_long_run():
     assert schedule.owed(10**15) == 14 * 10**14
 
 
-@pytest.mark.parametrize("policy_frequency", [1, 2, 3])
+@pytest.mark.parametrize("frequencies", [(1,), (2,), (3,), (2, 3)])
 @pytest.mark.parametrize("updates_per_step, num_envs, starts", CASES)
-def test_patterns_are_those_that_occur(updates_per_step, num_envs, starts, policy_frequency):
+def test_patterns_are_those_that_occur(updates_per_step, num_envs, starts, frequencies):
     """What is not among them is compiled in mid-run. A step from ``starts`` on asks, whether or not it owes one."""
     schedule = UpdateSchedule(num_envs, starts, updates_per_step)
     occurring, updates = set(), 0
     for step in range(num_envs, 20_001, num_envs):
         if step >= starts:
             due = schedule.due(step)
-            occurring.add(tuple(n % policy_frequency == 0 for n in range(updates + 1, updates + due + 1)))
+            numbers = range(updates + 1, updates + due + 1)
+            occurring.add(tuple(tuple(n % frequency == 0 for frequency in frequencies) for n in numbers))
             updates += due
-    patterns = schedule.patterns(policy_frequency)
+    patterns = schedule.patterns(*frequencies)
     assert occurring <= patterns
     # And hardly more, each of them is compiled: nothing, what the first step owes, and the mean rounded up and down.
     assert len({len(pattern) for pattern in patterns}) <= 4
-    assert len(patterns) <= 4 * policy_frequency
+    assert len(patterns) <= 4 * math.prod(frequencies)

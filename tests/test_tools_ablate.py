@@ -92,12 +92,12 @@ def test_advice_for_eager_code(tool, tmp_path, monkeypatch):
 def test_groups_stand_for_their_rows():
     everything = ablate.expand(ablate.Args().rows)
     assert len(everything) == sum(len(group.rows) for group in ablate.GROUPS.values()), "a name is taken twice"
-    assert everything["gae"] == "ppo" and everything["startup"] == "startup" and everything["sac_heads"] == "sac"
+    assert everything["gae"] == "ppo" and everything["startup"] == "startup" and everything["sac_update"] == "sac"
     assert list(ablate.expand(["dqn", "gae", "dqn_sums"])) == ["dqn_staging", "dqn_sums", "gae"]
 
 
 @pytest.mark.parametrize("rows", [ablate_td3, ablate_sac], ids=["td3", "sac"])
-def test_off_policy_rungs_compute_the_same(rows):
+def test_off_policy_variants_compute_the_same(rows):
     learners = rows.reference_learner(), rows.fast_learner()
     sides = (ablate_off_policy.updating(learner, ablation.eager, num_threads=1) for learner in learners)
     num_threads = torch.get_num_threads()

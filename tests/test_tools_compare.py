@@ -31,7 +31,7 @@ from leanrl.tools.trials import (
 )
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-FAST = "ppo_continuous_action_torchcompile"
+FAST, TD3 = "ppo_continuous_action_torchcompile", "td3_continuous_action_torchcompile"
 # 4 updates of 4 gradient steps; an episode of InvertedPendulum ends within one.
 TINY = ["--env-id=InvertedPendulum-v5", "--device=cpu", "--num-steps=128", "--num-minibatches=4", "--update-epochs=1"]
 
@@ -65,17 +65,31 @@ def known_scripts(tmp_path, monkeypatch):
         (f"{FAST}:compile", FAST, {"compile"}),
         (f"{FAST}:cudagraphs+compile", FAST, {"compile", "cudagraphs"}),
         ("cleanba_ppo:cudagraphs", "cleanba_ppo", {"cudagraphs"}),
+        ("sac_continuous_action_torchcompile:one-graph", "sac_continuous_action_torchcompile", {"one-graph"}),
+        ("td3_continuous_action_torchcompile:one-graph+compile", TD3, {"compile", "one-graph"}),
         ("ppo_continuous_action:eager", "ppo_continuous_action", set()),
     ],
 )
-def test_entry(known_scripts, entry, script, levers):
+def test_entry(entry, script, levers):
     assert parse_entry(entry, "scripts") == (script, levers)
+
+
+@pytest.mark.parametrize("algorithm", ["sac", "td3"])
+@pytest.mark.parametrize("mode", ["", ":compile+cudagraphs"])
+def test_an_entry_that_is_a_mode_now(algorithm, mode):
+    old, now = (f"{algorithm}_continuous_action_{name}" for name in ("onegraph", "torchcompile"))
+    with pytest.raises(UsageError) as error:
+        parse_entry(f"{old}{mode}", "scripts")
+    assert str(error.value) == f"--scripts {old}{mode}: is a mode now: {now}:one-graph or {now}:compile+one-graph"
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--scripts", f"{FAST}:fast"], "no such mode; it must be eager, compile, cudagraphs or compile+cudagraphs"),
+        (["--scripts", f"{FAST}:fast"], "no such mode; there are eager, compile, cudagraphs, compile+cudagraphs"),
+        (["--scripts", f"{FAST}:one-graph"], "no such mode; there are eager, compile, cudagraphs, compile+cudagraphs"),
+        (["--scripts", f"{FAST}:cudagraphs+one-graph"], "no such mode"),
+        (["--scripts", "ppo_continuous_action:fast"], "no such mode; there are eager"),
         (["--scripts", f"{FAST}:"], "no such mode"),
         (["--scripts", f"{FAST}:eager+compile"], "no such mode"),
         (["--scripts", "ppo_continuos_action"], "did you mean ppo_continuous_action"),
@@ -86,6 +100,7 @@ def test_entry(known_scripts, entry, script, levers):
         (["--seeds"], "--seeds"),
         (["--", "--seed=3"], "--seed=3"),
         (["--", "--no-compile"], "--no-compile"),
+        (["--", "--one_graph"], "--one_graph"),
         (["ppo_continuous_action"], "not a flag"),
         (["--amp", "bf16", "bf16"], "none twice"),
         (["--amp", "bf16", "--scripts", f"{FAST}:eager"], "none of --scripts is compiled"),
@@ -121,6 +136,21 @@ def test_modes_of_this_machine(known_scripts, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     graphed, both = ("--no-compile", "--cudagraphs", "--fast"), ("--compile", "--cudagraphs", "--fast")
     assert flags_of(CUDA) == [eager, compiled, graphed, both, ("--slow",)]
+
+
+def test_one_graph_is_a_mode_of_those_scripts_that_have_it(monkeypatch):
+    monkeypatch.setattr(trials, "lack", lambda levers, device: None)
+    found = contenders_of([TD3], "scripts", CUDA, ["--num-envs=2"], [])
+    assert [contender.label.removeprefix(TD3) for contender in found] == [
+        *("", " --compile", " --cudagraphs", " --compile --cudagraphs", " --one-graph", " --compile --one-graph")
+    ]
+    assert found[-1].command[2:] == ("--compile", "--one-graph", "--num-envs=2")
+    assert found[3].command[2:] == ("--compile", "--cudagraphs", "--no-one-graph", "--num-envs=2")
+    for contender in found:
+        trials.require_valid(contender)
+    monkeypatch.undo()
+    with pytest.raises(UsageError, match="--one-graph needs a CUDA device"):
+        contenders_of([f"{TD3}:one-graph"], "scripts", CPU, [], [])
 
 
 def test_amp_is_for_what_is_compiled(known_scripts):

@@ -88,9 +88,8 @@ def policy_by_hand(model: dict, space: gym.Space):
         return np.clip(layers(x, [f"actor_mean.{i}" for i in (0, 2, 4)], torch.tanh).numpy(), space.low, space.high)
 
     def actor(obs: np.ndarray) -> np.ndarray:
-        head = next(name for name in ("fc_mu", "fc_mean", "fc_heads") if f"{name}.weight" in weights)
-        # The fast SAC's head gives means, then deviations.
-        x = layers(torch.as_tensor(obs).float(), ["fc1", "fc2", head], torch.relu)[: len(space.low)].tanh().numpy()
+        head = "fc_mu" if "fc_mu.weight" in weights else "fc_mean"
+        x = layers(torch.as_tensor(obs).float(), ["fc1", "fc2", head], torch.relu).tanh().numpy()
         return (space.high - space.low) / 2 * x + (space.high + space.low) / 2
 
     def q_network(obs: np.ndarray) -> int:
@@ -318,6 +317,30 @@ def test_a_file_cannot_choose_what_is_imported(tmp_path, monkeypatch, capsys, sc
     save(run_dir, script=script)
     monkeypatch.setattr(evaluation, "importlib", None)
     assert "is not a script of this version" in one_line(monkeypatch, capsys, run_dir)
+
+
+@pytest.mark.parametrize("algorithm", ["sac", "td3"])
+def test_models_of_scripts_that_are_a_mode_now(algorithm, tmp_path):
+    """SAC's had both heads of the actor in one layer."""
+    run_dir, old = tmp_path / "run", f"{algorithm}_continuous_action_onegraph"
+    with gym.make("Hopper-v5") as env:
+        sizes = env.observation_space.shape[0], env.action_space.low, env.action_space.high
+    torch.manual_seed(0)
+    actor = importlib.import_module(f"leanrl.{algorithm}_continuous_action").Actor(*sizes).state_dict()
+    facts = {"script": f"{algorithm}_continuous_action", "args": {"env_id": "Hopper-v5"}}
+
+    def played(script: str) -> list[float]:
+        facts["script"] = script
+        (run_dir / "args.json").write_text(json.dumps(facts))
+        torch.save({**facts, "model": {"actor": actor}}, run_dir / "model.pt")
+        return evaluation.play(run_dir, episodes=2)
+
+    run_dir.mkdir()
+    expected = played(facts["script"])
+    if algorithm == "sac":
+        for name in ("weight", "bias"):
+            actor[f"fc_heads.{name}"] = torch.cat([actor.pop(f"{head}.{name}") for head in ("fc_mean", "fc_logstd")])
+    assert played(old) == expected
 
 
 @pytest.mark.parametrize("flags", [["--episodes=0"], ["--episodes=-3"], ["--seed=-1"]])

@@ -26,17 +26,17 @@ from leanrl.tools.gpu_plans import PLANS, Plan, Pool
 from leanrl.tools.trials import Deadline, Trial
 
 CPU = torch.device("cpu")
-SIBLING, RUNG = "td3_continuous_action_torchcompile", "td3_continuous_action_onegraph"
-TINY = [flag for flag in tiny(SIBLING) if not flag.startswith("--updates-per-step")]
+REFERENCE, FAST = "td3_continuous_action", "td3_continuous_action_torchcompile"
+TINY = [flag for flag in tiny(FAST) if not flag.startswith("--updates-per-step")]
 PLAN = Plan(
-    "td3_continuous_action",
-    (f"{SIBLING}:eager", f"{RUNG}:eager"),
+    REFERENCE,
+    (f"{FAST}:eager", f"{REFERENCE}:eager"),
     (*TINY, "--checkpoint-every=48", "--total-timesteps=80"),
     steps=(96, 96),
     flags=tuple(TINY),
 )
 POOL = Pool(2, "cleanrl")
-MEASURED = replace(PLAN, modes=(f"{RUNG}:eager",), pool=POOL)
+MEASURED = replace(PLAN, modes=(f"{FAST}:eager",), pool=POOL)
 
 
 def test_without_cuda_it_refuses_in_one_line(tmp_path, monkeypatch, capsys):
@@ -78,10 +78,12 @@ def test_every_plan_names_scripts_and_modes_that_there_are(monkeypatch):
         assert f"{fast} --compile --cudagraphs" in labels
         assert {*plan.part_modes, *plan.bf16_modes} <= set(plan.modes)
         first = [contender.label for contender in contenders if gpu.counts_most(plan, contender)]
-        assert first[0] == labels[0] and all("--compile --cudagraphs" in label for label in first[1:])
+        assert first[0] == labels[0] and all("--compile --" in label for label in first[1:])
+        one_graph = [f"{fast} --one-graph", f"{fast} --compile --one-graph"]
+        assert [label for label in labels if "--one-graph" in label] == (one_graph if name in ("sac", "td3") else [])
     assert labels_with_bf16() == ["ppo_atari_envpool_onegraph", "cleanba_ppo", "cleanba_impala"]
     for task in gpu_learn.TASKS.values():
-        assert (trials.SCRIPTS / f"{task.script}.py").exists()
+        assert "compile" in trials.parse_entry(task.entry, "learning")[1]
 
 
 def labels_with_bf16() -> list[str]:
@@ -120,8 +122,8 @@ def at(runs_dir: Path, name: str) -> list[str]:
 
 def test_checks_tell_equal_training_and_what_failed(results):
     results, _ = results
-    graphs, rung = results.checks[:-1], results.checks[-1]
-    assert rung == {"check": f"{RUNG} trains as eager", "passed": True, "detail": "bit for bit"}
+    graphs, mode = results.checks[:-1], results.checks[-1]
+    assert mode["check"] == f"{REFERENCE} trains as eager" and mode["passed"]
     if not torch.cuda.is_available():  # the checks of graphs cannot pass; their end says how many there were
         assert len(graphs) == 2 and not any(row["passed"] for row in graphs)
         assert graphs[-1]["detail"] == f"exit 0, 1 of {len(gpu_checks.CHECKS)} checks reported"
@@ -152,15 +154,15 @@ def checked(plans, device, runs_dir, seconds: float, known) -> list[dict]:
 
 def test_checks_that_have_passed_are_left_out(ran, tmp_path):
     names = gpu_equality.graph_checks()
-    assert checked([PLAN], CPU, tmp_path, 60, names | {f"{RUNG} trains as eager"}) == ran == []
+    assert checked([PLAN], CPU, tmp_path, 60, names | {f"{REFERENCE} trains as eager"}) == ran == []
     (row,) = checked([PLAN], CPU, tmp_path, 60, names)
-    assert sorted(ran) == [RUNG, SIBLING] and row["check"] == f"{RUNG} trains as eager" and not row["passed"]
+    assert sorted(ran) == [REFERENCE, FAST] and row["check"] == f"{REFERENCE} trains as eager" and not row["passed"]
 
 
 def test_a_check_that_the_time_has_cut_off_is_left_out(tmp_path, capsys):
     assert checked([PLAN], CPU, tmp_path, 0.0, set()) == []
     lines = capsys.readouterr().out.splitlines()
-    assert {f"no time left for the check of {RUNG}", "no time left for all of gpu_checks"} <= set(lines)
+    assert {f"no time left for the check of {REFERENCE}", "no time left for all of gpu_checks"} <= set(lines)
 
 
 def test_what_others_are_compared_with_is_checked_first_then_the_fastest(ran, tmp_path, monkeypatch):
@@ -169,8 +171,9 @@ def test_what_others_are_compared_with_is_checked_first_then_the_fastest(ran, tm
     monkeypatch.setattr(gpu_equality, "ThreadPoolExecutor", lambda _: ThreadPoolExecutor(1))
     plans = [PLANS["td3"], PLANS["cleanba_ppo"]]
     rows = checked(plans, torch.device("cuda", 0), tmp_path, 60, gpu_equality.graph_checks())
-    fastest = "--compile --cudagraphs"
-    assert ran[:5] == [SIBLING, "cleanba_ppo", *(f"{script} {fastest}" for script in (SIBLING, RUNG, "cleanba_ppo"))]
+    fastest = [f"{script} --compile --cudagraphs" for script in (FAST, "cleanba_ppo")]
+    fastest.insert(1, f"{FAST} --compile --one-graph")
+    assert ran[:5] == [FAST, "cleanba_ppo", *fastest]
     assert len(rows) == len(ran) - 2 == sum(len(plan.modes) + len(plan.bf16_modes) - 1 for plan in plans)
 
 
@@ -226,19 +229,19 @@ def test_parts_that_take_too_long_are_ended():
 def test_speeds_are_written_after_every_run(results):
     results, folder = results
     record = json.loads((folder / "gpu.json").read_text())
-    labels = ["td3_continuous_action", RUNG]
+    labels = [REFERENCE, FAST]
     assert [run["label"] for run in record["runs"]] == [row["mode"] for row in record["rows"]] == labels
     assert all(run["summary"]["global_step"] == 96 for run in record["runs"])
     table, _, rest = (folder / "table.md").read_text().partition("sps: ")
     assert [row[0] for row in cells(table)] == labels
     speedups = [row["speedup"][0] for row in record["rows"]]
     assert speedups[0] == 1.0 and all(ratio > 0 for ratio in speedups)
-    assert results.step_of(RUNG)["step_us"] == pytest.approx(1e6 / record["rows"][1]["sps"][0])
+    assert results.step_of(FAST)["step_us"] == pytest.approx(1e6 / record["rows"][1]["sps"][0])
     (alone,) = record["envpool"]
     assert alone["num_envs"] == 2 and alone["sps"] == results.envpool_sps(MEASURED) > 0
     assert f"of {alone['sps']:,.0f} steps/s" in rest
     results.load = [[(0.2, 50.0, 1e3), (0.4, 60.0, 1e3)]] * 2
-    results.parts = [{"who": RUNG, "profiled_step_us": 100.0, "parts_us": dict.fromkeys(gpu.parts.KINDS, 9.0)}]
+    results.parts = [{"who": FAST, "profiled_step_us": 100.0, "parts_us": dict.fromkeys(gpu.parts.KINDS, 9.0)}]
     results.parts[0]["parts_us"] |= {gpu.parts.OTHER_KERNELS: 5.0, gpu.parts.REST: 50.0}
     results.draw()
     assert all((folder / f"{name}.png").stat().st_size > 10_000 for name in ("gpu", "load", "parts"))
@@ -249,14 +252,15 @@ def test_training_that_differs_fails(tmp_path):
     """Another seed's parameters are not rounding."""
     runs = []
     for seed in (1, 2):
-        assert run(SIBLING, *PLAN.check_flags, *at(tmp_path, str(seed)), f"--seed={seed}") == 0
-        runs.append(Trial(SIBLING, seed, [], str(tmp_path / str(seed)), exit_code=0))
+        assert run(FAST, *PLAN.check_flags, *at(tmp_path, str(seed)), f"--seed={seed}") == 0
+        runs.append(Trial(FAST, seed, [], str(tmp_path / str(seed)), exit_code=0))
         runs[-1].read()
     ours, theirs = runs
     row = against_eager(ours, theirs)
     assert not row["passed"] and row["detail"].startswith("off by ")
+    assert against_eager(ours, ours) == {**row, "passed": True, "detail": "bit for bit"}
     theirs.exit_code = 1
-    assert against_eager(ours, theirs)["detail"] == f"{SIBLING}: exit 1"
+    assert against_eager(ours, theirs)["detail"] == f"{FAST}: exit 1"
 
 
 @pytest.mark.parametrize(
@@ -267,7 +271,7 @@ def test_bf16_may_go_elsewhere_but_not_nowhere(last, passed, monkeypatch):
     vectors = {"eager": (zeros, ones), "bf16": (zeros, torch.tensor(last))}
     monkeypatch.setattr(gpu_equality, "last_parameters", lambda run_dir: vectors[run_dir.name])
     eager, rounded = (
-        Trial(f"{SIBLING} {name}", 1, [], name, exit_code=0, summary={"interrupted": False}) for name in vectors
+        Trial(f"{FAST} {name}", 1, [], name, exit_code=0, summary={"interrupted": False}) for name in vectors
     )
     assert against_eager(eager, rounded)["passed"] == passed
 
@@ -277,7 +281,7 @@ def test_what_would_end_too_late_is_left_out(tmp_path, monkeypatch, capsys):
 
     def run_trial(contender, seed, runs_dir, deadline):
         nonlocal now
-        now += 100.0 if contender.label == SIBLING else 10.0
+        now += 100.0 if contender.label == FAST else 10.0
         ran.append((contender.label, seed))
         return Trial(contender.label, seed, [], "", 0, summary={"sps": 1.0, "interrupted": False} | dict.fromkeys(KEYS))
 
@@ -285,10 +289,10 @@ def test_what_would_end_too_late_is_left_out(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "run_trial", run_trial)
     monkeypatch.setattr(gpu, "time", clock)
     monkeypatch.setattr(trials, "time", clock)
-    measure([PLAN], 2, CPU, tmp_path, Deadline.within(200.0), Results(tmp_path, CPU, [PLAN]))
-    reference = PLAN.reference
-    assert ran == [(reference, 1), (SIBLING, 1), (RUNG, 1), (reference, 2), (RUNG, 2)]
-    assert f"no time left for round 2 of {SIBLING}" in capsys.readouterr().out
+    plan = replace(PLAN, modes=(f"{FAST}:eager", "dqn:eager"))
+    measure([plan], 2, CPU, tmp_path, Deadline.within(200.0), Results(tmp_path, CPU, [plan]))
+    assert ran == [(REFERENCE, 1), (FAST, 1), ("dqn", 1), (REFERENCE, 2), ("dqn", 2)]
+    assert f"no time left for round 2 of {FAST}" in capsys.readouterr().out
 
 
 KEYS = ("warmup_seconds", "episodic_return", "global_step")
@@ -448,7 +452,8 @@ def test_learning_starts_once_and_then_resumes(tmp_path, monkeypatch):
         (tmp_path / "pong__3" / "args.json").write_text("{}")
     (script, *first), (_, *second) = commands
     assert script.endswith("ppo_atari_envpool_onegraph.py")
-    assert {"--env-id=Pong-v5", "--seed=3", "--total-timesteps=10000000", "--cudagraphs"} <= set(first)
+    flags = {"--env-id=Pong-v5", "--seed=3", "--total-timesteps=10000000", "--compile", "--cudagraphs"}
+    assert flags <= set(first)
     assert second == ["--total-timesteps=10000000", "--resume", str(tmp_path / "pong__3")]
     log = tmp_path / "pong__3" / "metrics.jsonl"
     log.write_text(json.dumps(ended(step=1024, episodes=150, mean=18.5)) + "\n")
@@ -504,7 +509,7 @@ def test_a_run_has_learned_enough(tmp_path, monkeypatch):
         (False, {"stop_at": 41}),
         (False, {}),
     ):
-        task = Task(RUNG, "HalfCheetah-v5", 1000, **of)
+        task = Task(f"{FAST}:eager", "HalfCheetah-v5", 1000, **of)
         assert task.is_learned(tmp_path) == enough
         deadline = Enough(Deadline.within(60.0), task, tmp_path)
         assert deadline.seconds_left > 0
@@ -516,7 +521,7 @@ def test_a_run_has_learned_enough(tmp_path, monkeypatch):
 @pytest.mark.long
 def test_learning_runs_stop_in_time_and_go_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu_learn, "LEARNING_FLAGS", tuple(TINY))
-    task = Task(RUNG, "Hopper-v5", 10**6)
+    task = Task(f"{FAST}:eager", "Hopper-v5", 10**6)
     runs_dir, out = tmp_path / "runs", tmp_path
     with pytest.MonkeyPatch.context() as patch:
         deadline = AtTheFirstLogPoint(runs_dir / "td3__1")

@@ -55,6 +55,9 @@ def cells(markdown: str, *names: str) -> list[str]:
 def test_a_run_is_read_as_it_was_written(tmp_path):
     (curve,) = plot.read_run(write_run(tmp_path, 3, [10, 20, 40], compile=True, amp="bf16"), plot.RETURN)
     assert (curve.script, curve.mode, curve.env_id, curve.seed) == ("ppo", "compile+bf16", "Hopper-v5", 3)
+    # cudagraphs: as --one-graph leaves it.
+    assert plot.mode_of({"compile": True, "cudagraphs": True, "one_graph": True}) == "compile+one-graph"
+    assert plot.mode_of({"compile": False, "cudagraphs": True, "one_graph": False}) == "cudagraphs"
     assert curve.global_step.tolist() == [300, 600, 900]
     assert curve.wall_seconds.tolist() == [3, 6, 9]
     assert curve.values.tolist() == [10, 20, 40]

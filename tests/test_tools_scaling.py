@@ -86,13 +86,6 @@ def test_bad_input_is_one_line(fake_runs, monkeypatch, capsys, flags, said):
 # ------------------------------------------------------------------------------------------------------------ RESULTS
 
 
-def test_flags_of_one_graph_rungs_are_checked_too():
-    command = ("python", "leanrl/td3_continuous_action_onegraph.py", "--gamma=2")
-    scaling.require_valid(Contender("one graph", command[:2]))
-    with pytest.raises(UsageError, match=r"--gamma 2\.0: "):
-        scaling.require_valid(Contender("one graph", command))
-
-
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

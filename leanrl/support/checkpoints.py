@@ -10,7 +10,7 @@ import torch
 
 from leanrl.support.errors import UsageError
 
-FORMAT = "leanrl-checkpoint-2"
+FORMAT = "leanrl-checkpoint-3"
 KEEP = 2
 
 
@@ -84,7 +84,10 @@ def load_checkpoint(path: Path, identity: dict) -> tuple[int, dict]:
     except Exception as error:  # torch.load raises nearly anything on damaged input
         reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
         raise UsageError(f"{path}: damaged or not a checkpoint ({reason})") from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT or not {"global_step", "state"} <= set(content):
+    version = content.get("format") if isinstance(content, dict) else None
+    if version != FORMAT and str(version).startswith("leanrl-checkpoint-"):
+        raise UsageError(f"{path}: was written by another version of LeanRL ({version}); resume the run with that one")
+    if version != FORMAT or not {"global_step", "state"} <= set(content):
         raise UsageError(f"{path}: not a checkpoint of this project's format {FORMAT}")
     for key, value in identity.items():
         if content.get(key) != value:

@@ -14,7 +14,8 @@ import tyro
 from leanrl.support.errors import UsageError, bad, changed_fields, typed
 
 MAY_CHANGE_ON_RESUME = {
-    *("total_timesteps", "max_seconds", "device", "compile", "cudagraphs", "track", "checkpoint_every", "resume"),
+    *("total_timesteps", "max_seconds", "device", "compile", "cudagraphs", "one_graph"),
+    *("track", "checkpoint_every", "resume"),
 }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from leanrl.support.errors import UsageError, bad
+from leanrl.support.errors import UsageError, bad, flag
 
 # Language, environment variable and usual commands of the compiler that --compile calls: TorchInductor's own on a CPU;
 # on a GPU that of Triton, whose kernels C code launches.
@@ -28,8 +28,10 @@ M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 def resolve_device(args) -> torch.device:
     """The device of ``--device {auto,cpu,cuda,cuda:N}``, after checking that the run's modes can work there.
 
+    ``--one-graph`` switches ``--cudagraphs`` on.
+
     Raises:
-        UsageError: no such device; ``--cudagraphs`` on a CPU; ``--compile`` without a compiler.
+        UsageError: no such device; ``--cudagraphs`` or ``--one-graph`` on a CPU; ``--compile`` without a compiler.
     """
     name = args.device
     if name == "auto":
@@ -48,8 +50,11 @@ def resolve_device(args) -> torch.device:
         device = torch.device("cuda", device.index or 0)
         if device.index > 0:  # graphs and pinned memory would go to the first one, which is not to be touched
             torch.cuda.set_device(device)
-    if getattr(args, "cudagraphs", False) and device.type != "cuda":
-        raise UsageError(f"--cudagraphs needs a CUDA device; this run is on {device}")
+    for mode in ("one_graph", "cudagraphs"):
+        if getattr(args, mode, False) and device.type != "cuda":
+            raise UsageError(f"{flag(mode)} needs a CUDA device; this run is on {device}")
+    if getattr(args, "one_graph", False):
+        args.cudagraphs = True
     if getattr(args, "compile", False) and not has_compiler(device.type):
         language, variable, (command, *_) = COMPILERS[device.type]
         install = f"install {command} (Debian: apt install {command}) or set {variable}"

@@ -33,11 +33,14 @@ EVALUATION_INDEX = 1_000_000
 # Some environments take 125 steps a second of their time, and without a GPU a frame of MuJoCo's takes 0.1 s to render.
 MAX_VIDEO_FPS = 30
 
+# Scripts that earlier versions had, and what they are a mode of now (--one-graph).
+OLD_NAMES = {f"{name}_continuous_action_onegraph": f"{name}_continuous_action_torchcompile" for name in ("sac", "td3")}
+
 Policy = Callable[[np.ndarray], np.ndarray]
 
 
 def load_model(run_dir: Path) -> dict:
-    """The contents of ``model.pt``: script, args, model.
+    """The contents of ``model.pt``: script (by today's name), args, model.
 
     Raises:
         UsageError: not a run directory, trained without ``--save-model``, a damaged file, or the model of another run.
@@ -59,6 +62,7 @@ def load_model(run_dir: Path) -> dict:
         raise UsageError(f"{path}: damaged or not a saved model ({type(error).__name__})") from None
     if made_by != of_run:
         raise UsageError("{}: was made by {} on {}, but the run is {} on {}".format(path, *made_by, *of_run))
+    saved["script"] = OLD_NAMES.get(saved["script"], saved["script"])
     return saved
 
 
@@ -80,10 +84,19 @@ def load_policy(run_dir: Path, saved: dict, envs: gym.vector.VectorEnv) -> Polic
     """
     script = training_script(run_dir, saved)
     try:
-        return script.load_policy(saved["model"], envs)
+        return script.load_policy(with_separate_heads(saved["model"]), envs)
     except Exception as error:  # missing tensors, other shapes: whatever the script makes of a foreign file
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise UsageError(f"{run_dir}/model.pt: does not fit {saved['script']} ({reason[0]})") from None
+
+
+def with_separate_heads(model: dict) -> dict:
+    """A saved model whose actor, if it is of the fast SAC that had both heads in one layer, has two of them."""
+    if "fc_heads.weight" in model.get("actor", {}):
+        actor = model["actor"]
+        for name in ("weight", "bias"):
+            actor[f"fc_mean.{name}"], actor[f"fc_logstd.{name}"] = actor.pop(f"fc_heads.{name}").chunk(2)
+    return model
 
 
 def play(

@@ -70,8 +70,12 @@ class CompiledStep:
             # Functions made by one factory share their code: Dynamo takes each for a recompilation of the first, and
             # would refuse the ninth. So many may be compiled in all.
             limit = torch._dynamo.config.accumulated_recompile_limit
-            with torch._dynamo.config.patch(recompile_limit=limit):
+            # trace_autograd_ops: .backward() is a part of the graph.
+            with torch._dynamo.config.patch(recompile_limit=limit, trace_autograd_ops=True):
                 result = self._first_call(*args)
+            # PyTorch 2.13: where a graph reads a .grad that it has set to None, Dynamo's only None keeps the place, and
+            # what this process compiles next takes its own None from there.
+            torch._dynamo.variables.ConstantVariable.create(None).source = None
             # Where the arguments and the result stand among the graph's inputs and outputs.
             places = [[i for i, x in enumerate(self._inputs) if x is arg] for arg in args]
             self._places = [(i, place) for i, found in enumerate(places) for place in found]
@@ -129,10 +133,10 @@ def make_executable(
 def untouched(tensors: Iterable[torch.Tensor], device: torch.device):
     """Puts ``tensors`` (in place, at the same addresses) and PyTorch's random generators back on exit."""
     tensors = list(tensors)
-    copies = [tensor.clone() for tensor in tensors]
+    copies = [tensor.detach().clone() for tensor in tensors]
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             yield
     finally:
         for tensor, copy in zip(tensors, copies, strict=True):
-            tensor.copy_(copy)
+            tensor.detach().copy_(copy)

@@ -4,12 +4,39 @@ import torch
 import torch.nn as nn
 
 
-class Float32Linear(nn.Linear):
-    """A linear layer that autocast leaves in float32: a value in bfloat16 would have three digits."""
+class TwinLinear(nn.Module):
+    """The linear layers of two networks as one batched product: [2, B, in_features] -> [2, B, out_features]
+
+    Given the input of the first network alone, [1, B, in_features], it is that network's layer.
+    """
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        layers = [nn.Linear(in_features, out_features) for _ in range(2)]
+        self.weight = nn.Parameter(torch.stack([layer.weight.detach().T for layer in layers]))  # [2, in, out]
+        self.bias = nn.Parameter(torch.stack([layer.bias.detach() for layer in layers]).unsqueeze(1))  # [2, 1, out]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] in any precision -> [..., out_features] in that of the weights"""
-        if x.dtype == self.weight.dtype:  # no autocast around this, or the layer before had given bfloat16
+        # Not baddbmm: TorchInductor fuses the sum with what follows, but has no way into a library's product.
+        return torch.bmm(x, self.weight[: len(x)]) + self.bias[: len(x)]
+
+
+class Float32:
+    """Mixed into a layer: autocast leaves it in float32. What goes in may be of any precision.
+
+    For the first and last layers of a network: in bfloat16, observations and values have three digits.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.is_autocast_enabled(x.device.type):
             return super().forward(x)
         with torch.autocast(x.device.type, enabled=False):
             return super().forward(x.to(self.weight.dtype))
+
+
+class Float32Linear(Float32, nn.Linear):
+    """[..., in_features] -> [..., out_features]"""
+
+
+class Float32TwinLinear(Float32, TwinLinear):
+    """[2, B, in_features] -> [2, B, out_features]"""

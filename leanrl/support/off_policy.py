@@ -5,6 +5,7 @@ from copy import deepcopy
 
 import torch
 from gymnasium.vector import VectorEnv
+from torch.utils._pytree import tree_leaves
 
 from leanrl.support.envs import save_envs
 from leanrl.support.episodes import EpisodeStatistics
@@ -52,6 +53,11 @@ class OffPolicyState:
         }
         replay = self._replay.state_dict() if self._args.checkpoint_replay else None
         return {**parts, "replay": replay, "envs": save_envs(self._envs, self._episodes)}
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All that a step of training changes, at the addresses where it is."""
+        parts = [part if isinstance(part, torch.Tensor) else part.state_dict() for part in self._parts.values()]
+        return [leaf for leaf in tree_leaves(parts) if isinstance(leaf, torch.Tensor)] + self._replay.tensors()
 
     def resume(self, run: Run) -> UpdateSchedule:
         """Restores in place what the run's checkpoint holds, if it is resumed; returns when updates fall due.

@@ -1,7 +1,7 @@
 """Raw CUDA graphs for the one-graph rungs: work that reads its inputs where they lie, and leaves its results there."""
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -70,7 +70,7 @@ def pinned_like(x: torch.Tensor) -> torch.Tensor:
 
 
 class OneGraph:
-    """The function ``advance(timestep_cpu, with_actor) -> actions``: one replay of one graph per pattern of updates.
+    """The function ``advance(timestep_cpu, turns) -> actions``: one replay of one graph per pattern of updates.
 
     A graph copies what the environments returned to the device, writes the transition, trains, acts, and copies the
     actions to pinned memory. Against one ``CudaGraphModule`` for each function this saves its copies of the inputs, its
@@ -84,32 +84,30 @@ class OneGraph:
 
     Args:
         observe: takes a timestep [N, ...] on the device; writes it to the replay.
-        updates: by whether it trains the actor, a function without arguments. The one that does not must not touch what
-            ``act`` reads or writes.
+        updates: takes the arguments of an update, the first of which says whether it trains the actor, and returns the
+            function that takes it. Updates that do not train the actor must not touch what ``act`` reads or writes.
         act: returns the actions [N, ...].
         device: a CUDA device, where the functions' tensors are.
     """
 
-    def __init__(
-        self, observe: Callable, updates: Mapping[bool, Callable[[], None]], act: Callable, device: torch.device
-    ) -> None:
+    def __init__(self, observe: Callable, updates: Callable, act: Callable, device: torch.device) -> None:
         self._observe, self._updates, self._act = observe, updates, act
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._acting_stream = torch.cuda.Stream(device, priority=URGENT)  # the environments wait for it
         # external: a node of the graph that the host can wait for, where others only order the graph's nodes.
         self._acted = torch.cuda.Event(external=True)
-        self._graphs: dict[tuple[bool, ...], Captured] = {}
+        self._graphs: dict[tuple[tuple[bool, ...], ...], Captured] = {}
         self._timestep_cpu: torch.Tensor | None = None
         self._actions_cpu: torch.Tensor | None = None
 
-    def __call__(self, timestep_cpu: torch.Tensor, with_actor: tuple[bool, ...]) -> torch.Tensor:
+    def __call__(self, timestep_cpu: torch.Tensor, turns: tuple[tuple[bool, ...], ...]) -> torch.Tensor:
         """One step.
 
         Args:
             timestep_cpu: pinned, and the same tensor at every call: the graphs read it where it lies. It may be written
                 to again once this returns.
-            with_actor: for each update whether it trains the actor.
+            turns: the arguments of each update.
 
         Returns:
             the actions, in pinned memory that the next call overwrites.
@@ -119,9 +117,9 @@ class OneGraph:
         """
         if timestep_cpu is not self._timestep_cpu:
             self._take_buffer(timestep_cpu)
-        if with_actor not in self._graphs:
-            self._graphs[with_actor] = Captured(partial(self._step, with_actor), self._stream)
-        self._graphs[with_actor]()
+        if turns not in self._graphs:
+            self._graphs[turns] = Captured(partial(self._step, turns), self._stream)
+        self._graphs[turns]()
         self._acted.synchronize()
         return self._actions_cpu
 
@@ -133,13 +131,13 @@ class OneGraph:
         self._timestep_cpu = timestep_cpu
         self._timestep = timestep_cpu.to(self._device)
 
-    def _step(self, with_actor: tuple[bool, ...]) -> None:
+    def _step(self, turns: tuple[tuple[bool, ...], ...]) -> None:
         self._timestep.copy_(self._timestep_cpu, non_blocking=True)
         self._observe(self._timestep)
         actor_is_ready = self._stream.record_event()
-        for flag in with_actor:
-            self._updates[flag]()
-            if flag:
+        for turn in turns:
+            self._updates(*turn)()
+            if turn[0]:
                 actor_is_ready = self._stream.record_event()
         self._acting_stream.wait_event(actor_is_ready)
         with torch.cuda.stream(self._acting_stream):

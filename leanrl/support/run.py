@@ -404,6 +404,7 @@ class Run:
             "device": str(self.device),
             "compile": getattr(self.args, "compile", False),
             "cudagraphs": getattr(self.args, "cudagraphs", False),
+            "one_graph": getattr(self.args, "one_graph", False),
             "num_envs": self.args.num_envs,
             "global_step": self.global_step,
             "optimizer_steps": self.optimizer_steps,

@@ -29,18 +29,22 @@ class UpdateSchedule:
         """Whether the first of all updates falls due with this step."""
         return self.owed(global_step) > 0 == self.owed(global_step - self.num_envs)
 
-    def patterns(self, policy_frequency: int) -> set[tuple[bool, ...]]:
-        """Every sequence of updates that can fall between two steps, each element telling whether it trains the actor.
+    def patterns(self, *frequencies: int) -> set[tuple[tuple[bool, ...], ...]]:
+        """Every sequence of updates that can fall between two steps.
 
         Args:
-            policy_frequency: every so many updates train the actor.
+            frequencies: what every so many updates do besides.
+
+        Returns:
+            for each update of a sequence whether it is the turn of each of ``frequencies``.
         """
         mean = Fraction(self.num_envs * self.updates, self.steps)
         # The step that reaches ``starts`` owes nothing, or a part where it goes beyond.
         first = max(1, math.ceil(self.starts / self.num_envs)) * self.num_envs
         counts = {0, self.due(first), math.floor(mean), math.ceil(mean)}
-        flags = [n % policy_frequency == 0 for n in range(1, 2 * policy_frequency + max(counts))]
-        return {tuple(flags[start : start + n]) for n in counts for start in range(policy_frequency)}
+        period = math.lcm(*frequencies)
+        turns = [tuple(n % frequency == 0 for frequency in frequencies) for n in range(period + max(counts))]
+        return {tuple(turns[start : start + n]) for n in counts for start in range(period)}
 
     def owed(self, global_step: int) -> int:
         """Updates from the start of the run to ``global_step`` environment steps."""

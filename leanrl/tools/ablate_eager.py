@@ -23,7 +23,7 @@ from leanrl.tools.ablate_off_policy import (
     updating,
 )
 from leanrl.tools.ablate_td3 import reference_learner
-from leanrl.tools.ablation import Group, Side, pair, row_of
+from leanrl.tools.ablation import Group, Side, eager, pair, row_of
 
 EAGER = Group(
     "Advice for eager code",
@@ -48,7 +48,8 @@ def observations() -> np.ndarray:
 
 @row_of(EAGER)
 def eager_fused():
-    yield same_way("Adam(fused=True): TD3", updating(reference_learner()), updating(reference_learner(fused=True)))
+    sides = (updating(reference_learner(fused=fused), eager) for fused in (None, True))
+    yield same_way("Adam(fused=True): TD3", *sides)
 
 
 @row_of(EAGER)
@@ -57,12 +58,11 @@ def eager_item():
 
     def reading(read: bool) -> Side:
         learner = reference_learner()
-        (losses,) = learner.results
 
         def step(with_actor: bool) -> None:
             learner.update(with_actor)
             if read:
-                [loss.item() for loss in losses]
+                [loss.item() for loss in learner.losses]
 
         return bursts(learner, step)
 
@@ -113,7 +113,7 @@ def eager_zero_grad():
             critics.zero_grad(set_to_none=set_to_none)
             with torch.enable_grad():
                 critics(*batch).sum().backward()
-            return critics.qf1.fc1.weight.grad
+            return critics.fc1.weight.grad
 
         return stepping(step)
 

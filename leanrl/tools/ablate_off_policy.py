@@ -1,17 +1,16 @@
 """What the rows of TD3, SAC and DQN share: parts of ``leanrl.tools.ablate``."""
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 import torch
 
 from leanrl.support.devices import available_cores
-from leanrl.support.optim import FlatAdam
 from leanrl.support.replay import Replay
-from leanrl.tools.ablation import CPU, Compiler, Side, eager, pair
+from leanrl.tools.ablation import CPU, Compiler, Side, compiled, pair
 
 ENV_ID, OBS_DIM, ACTION_DIM = "HalfCheetah-v5", 17, 6
 HIGH = np.ones(ACTION_DIM, np.float32)
@@ -41,58 +40,66 @@ def filled_replay(capacity: int = NUM_FILLED, replay_type: type[Replay] = Replay
 
 @dataclass
 class Learner:
-    """One rung's update of TD3 or SAC."""
+    """An update of TD3 or SAC, and what it changes."""
 
     update: Callable[[bool], None]
     """trains on one batch; the flag says whether the actor too"""
-    results: Sequence[torch.Tensor]
-    """to compare beside the parameters"""
-    networks: Sequence[dict[str, torch.Tensor]]
-    """the parameters by name"""
-    touched: Sequence[torch.Tensor]
-    with_grad: bool = False
-    """whether it uses autograd's ``.backward()``"""
-    compiler: Compiler = eager
-    """the fast rung's"""
+    networks: Sequence[Sequence[torch.Tensor]]
+    """the parameters of each, the targets' too"""
+    losses: torch.Tensor
+    optimizers: Sequence[torch.optim.Optimizer]
+    others: Sequence[torch.Tensor] = ()
+    """to compare beside the losses and parameters"""
+    touched: Sequence[torch.Tensor] = ()
+    """changed beside those and the optimisers' states"""
+    compiler: Compiler = field(default_factory=compiled)
+    """the fast variant's"""
 
 
-def in_fast_order(named: dict[str, torch.Tensor]) -> torch.Tensor:
-    """A network's parameters as one vector in the fast rung's order, where twins and heads may be separate."""
-    parts = []
-    for name, tensor in named.items():
-        if name.startswith("qf1."):
-            twins = torch.stack([tensor, named[f"qf2{name[3:]}"]])
-            parts.append(twins.mT if twins.dim() == 3 else twins)
-        elif name.startswith("fc_mean."):
-            parts.append(torch.cat([tensor, named[f"fc_logstd{name[7:]}"]]))
-        elif not name.startswith(("qf2.", "fc_logstd.")):
-            parts.append(tensor)
-    return torch.cat([part.detach().reshape(-1) for part in parts])
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The state of an optimiser that has not taken a step yet."""
+    if not optimizer.state:  # PyTorch's makes it in its first step; along gradients of 0, no parameter moves
+        params = optimizer.param_groups[0]["params"]
+        for p in params:
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        optimizer.zero_grad()
+        for p in params:
+            optimizer.state[p]["step"].zero_()
+    return [x for state in optimizer.state.values() for x in state.values()]
+
+
+def flat(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+    """A copy of all of them as one vector."""
+    return torch.cat([p.detach().flatten() for p in parameters])
 
 
 def bursts(learner: Learner, step: Callable[[bool], None], num_threads: int | None = None) -> Side:
     """``step(with_actor)`` NUM_UPDATES times, which moves the learner's parameters; by default on all cores."""
-    starts = [in_fast_order(named) for named in learner.networks]
+    starts = [flat(network) for network in learner.networks]
     # A burst's samples are its own, so that they are not in the cache from the one before.
     seeds = itertools.count()
 
     def results():
-        yield from learner.results
-        for named, start in zip(learner.networks, starts, strict=True):
-            yield in_fast_order(named) - start
+        yield learner.losses
+        yield from learner.others
+        for network, start in zip(learner.networks, starts, strict=True):
+            yield flat(network) - start
 
     def burst():
         torch.default_generator.manual_seed(next(seeds))
-        with torch.set_grad_enabled(learner.with_grad):
+        with torch.enable_grad():
             for with_actor in PATTERN:
                 step(with_actor)
         return results()
 
-    return Side(burst, NUM_UPDATES, NUM_UPDATES, learner.touched, num_threads or available_cores())
+    touched = [learner.losses, *learner.others, *learner.touched, *itertools.chain(*learner.networks)]
+    touched += itertools.chain(*map(state_tensors, learner.optimizers))
+    return Side(burst, NUM_UPDATES, NUM_UPDATES, touched, num_threads or available_cores())
 
 
 def updating(learner: Learner, compiler: Compiler | None = None, num_threads: int | None = None) -> Side:
-    """A burst of updates, by default compiled as the fast rungs'."""
+    """A burst of updates, by default compiled as the fast variants'."""
     steps = {flag: (compiler or learner.compiler)(partial(learner.update, flag)) for flag in (False, True)}
     return bursts(learner, lambda with_actor: steps[with_actor](), num_threads)
 
@@ -111,24 +118,3 @@ def around(side: Side, context: Callable) -> Side:
 
     side.burst = surrounded
     return side
-
-
-class Adam(torch.optim.Adam):
-    """PyTorch's, with a state from the start, that ``tensors`` lists."""
-
-    def __init__(self, params, lr: float, **options) -> None:
-        super().__init__(list(params), lr=lr, **options)
-        for p in self.param_groups[0]["params"]:
-            zeros = {name: torch.zeros_like(p, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
-            self.state[p] = {"step": torch.zeros(()), **zeros}
-
-    def tensors(self) -> list[torch.Tensor]:
-        return [x for p, state in self.state.items() for x in (p.detach(), *state.values())]
-
-
-def all_tensors(optimizers: Sequence[FlatAdam | Adam]) -> list[torch.Tensor]:
-    return [tensor for optimizer in optimizers for tensor in optimizer.tensors()]
-
-
-def named_parameters(*modules: torch.nn.Module) -> list[dict[str, torch.Tensor]]:
-    return [dict(module.named_parameters()) for module in modules]

@@ -12,19 +12,19 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from unittest.mock import patch
+from types import ModuleType
 
 import numpy as np
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 
 import leanrl.td3_continuous_action as reference
 import leanrl.td3_continuous_action_torchcompile as fast
-from leanrl.support import optim
 from leanrl.support.devices import available_cores, set_cpu_numerics
 from leanrl.support.envs import make_envs
 from leanrl.support.episodes import EpisodeStatistics
-from leanrl.support.optim import FlatAdam
+from leanrl.support.optim import Adam
 from leanrl.support.replay import Batch, Replay, TimestepBuffer
 from leanrl.tools.ablate_off_policy import (
     ACTION_DIM,
@@ -34,13 +34,10 @@ from leanrl.tools.ablate_off_policy import (
     LEGEND,
     NUM_UPDATES,
     OBS_DIM,
-    Adam,
     Learner,
-    all_tensors,
     around,
     bursts,
     filled_replay,
-    named_parameters,
     roughly,
     same_way,
     updating,
@@ -54,7 +51,6 @@ from leanrl.tools.ablation import (
     eager,
     in_pieces,
     matrix_products,
-    outcome,
     pair,
     printed_by_process,
     row_of,
@@ -66,125 +62,127 @@ NUM_LOOP_STEPS = 2_000
 
 
 class Td3:
-    """What the fast rung's ``main`` makes before its loop, with a full replay; the same numbers every time."""
+    """What a script's ``main`` makes before its loop, with a full replay; the same numbers every time."""
 
-    def __init__(self, critics: type = fast.Critics, replay: Replay | None = None, **changes) -> None:
+    def __init__(
+        self,
+        script: ModuleType = fast,
+        make_optimizer: Callable = Adam,
+        make_critics: Callable = fast.Critics,
+        replay: Replay | None = None,
+        **changes,
+    ) -> None:
         self.args = args = fast.Args(compile=True, **changes)
         with torch.random.fork_rng([]):
             torch.manual_seed(1)
-            networks = fast.Actor(*ACTOR_SIZES), critics(*CRITICS_SIZES)
-        optimizers = [FlatAdam(network, lr=args.learning_rate, eps=1e-8) for network in networks]
-        targets = [optimizer.params.clone() for optimizer in optimizers]
+            self.actor, critics = script.Actor(*ACTOR_SIZES), make_critics(*CRITICS_SIZES)
+        networks = [self.actor, critics, *deepcopy((self.actor, critics))]
+        optimizers = [make_optimizer(network.parameters(), lr=args.learning_rate) for network in networks[:2]]
         self.replay = replay or filled_replay()
-        self.update, losses = fast.make_update(*optimizers, *targets, self.replay, args)
-        self.last = fast.LastStep.allocate(1, OBS_DIM, ACTION_DIM, CPU)
-        self.observe, self.act, _ = fast.make_acting(optimizers[0], self.replay, self.last, args)
-        vectors = [(optimizer, optimizer.params) for optimizer in optimizers]
-        vectors += zip(optimizers, targets, strict=True)
-        parameters = [optimizer.unflatten(vector) for optimizer, vector in vectors]
-        touched = [*all_tensors(optimizers), *targets, losses, *self.replay.tensors(), *self.last]
-        self.learner = Learner(self.update, [losses], parameters, touched, compiler=compiled())
+        self.update, losses = script.make_update(*networks, *optimizers, self.replay, args)
+        self.learner = Learner(self.update, [list(network.parameters()) for network in networks], losses, optimizers)
 
 
-class SeparateCritics(reference.Critics):
+class SeparateCritics(fast.Critics):
+    """Two networks, one after the other. Their parameters have the order of the twins'."""
+
+    def __init__(self, obs_dim: int, action_dim: int) -> None:
+        super().__init__(obs_dim, action_dim)
+        for layer in self.children():
+            for name, twins in list(layer.named_parameters()):
+                delattr(layer, name)
+                setattr(layer, name, nn.ParameterList(twin.detach().clone() for twin in twins))
+
     def forward(self, obs: torch.Tensor, actions: torch.Tensor, count: int = 2) -> torch.Tensor:
         """As fast.Critics."""
-        return torch.stack([qf(obs, actions) for qf in (self.qf1, self.qf2)[:count]])
+
+        def product(layer: nn.Module, x: torch.Tensor, i: int) -> torch.Tensor:
+            return torch.addmm(layer.bias[i], x, layer.weight[i])
+
+        q_values = []
+        for i in range(count):
+            x = F.relu(product(self.fc1, torch.cat([obs, actions], 1), i))
+            x = F.relu(product(self.fc2, x, i))
+            q_values.append(product(self.fc3, x, i).squeeze(-1))
+        return torch.stack(q_values)
 
 
 class BaddbmmCritics(fast.Critics):
     def forward(self, obs: torch.Tensor, actions: torch.Tensor, count: int = 2) -> torch.Tensor:
         """As fast.Critics."""
+
+        def product(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            return torch.baddbmm(layer.bias[:count], x, layer.weight[:count])
+
         x = torch.cat([obs, actions], 1).expand(count, -1, -1)
-        x = F.relu(torch.baddbmm(self.bias1[:count], x, self.weight1[:count]))
-        x = F.relu(torch.baddbmm(self.bias2[:count], x, self.weight2[:count]))
-        return (x * self.weight3[:count].mT).sum(-1) + self.bias3[:count, 0]
+        x = F.relu(product(self.fc1, x))
+        x = F.relu(product(self.fc2, x))
+        return product(self.fc3, x).squeeze(-1)
 
 
-def fast_learner(critics: type = fast.Critics, replay: Replay | None = None, **changes) -> Learner:
-    return Td3(critics, replay, **changes).learner
+def fast_learner(**changes) -> Learner:
+    return Td3(**changes).learner
 
 
-def reference_learner(fused: bool = False) -> Learner:
-    """The reference's: ``.backward()`` and ``torch.optim.Adam``."""
-    args = reference.Args()
-    with torch.random.fork_rng([]):
-        torch.manual_seed(1)
-        trained = reference.Actor(*ACTOR_SIZES), reference.Critics(*CRITICS_SIZES)
-    networks = [*trained, *deepcopy(trained)]
-    optimizers = [Adam(network.parameters(), args.learning_rate, fused=fused) for network in trained]
-    update, losses = reference.make_update(*networks, *optimizers, filled_replay(), args)
-    targets = [p.detach() for network in networks[2:] for p in network.parameters()]
-    touched = [*all_tensors(optimizers), *targets, losses]
-    return Learner(update, [losses], named_parameters(*networks), touched, with_grad=True)
+def reference_learner(fused: bool | None = None) -> Learner:
+    return Td3(reference, partial(torch.optim.Adam, fused=fused), reference.Critics).learner
 
 
 @row_of(TD3)
 def td3_update():
-    yield same_way("update written out, eager", updating(reference_learner()), updating(fast_learner(), eager))
-    yield same_way("update written out and compiled", updating(reference_learner()), updating(fast_learner()))
+    yield same_way("update compiled, not eager", updating(reference_learner(), eager), updating(fast_learner()))
 
 
 @row_of(TD3)
 def td3_one_graph():
     broken = updating(reference_learner(fused=True), in_pieces)
-    yield same_way("one graph, not .backward() and Adam(fused)", broken, updating(fast_learner()))
+    yield same_way("one graph, not in pieces around .backward() and Adam(fused)", broken, updating(fast_learner()))
 
 
 @row_of(TD3)
 def td3_twins():
-    separate = updating(fast_learner(SeparateCritics))
+    separate = updating(fast_learner(make_critics=SeparateCritics))
     yield same_way("twin critics in one product, not two networks", separate, updating(fast_learner()))
 
 
 @row_of(TD3)
 def td3_bias():
-    inside = updating(fast_learner(BaddbmmCritics))
+    inside = updating(fast_learner(make_critics=BaddbmmCritics))
     yield same_way("bias added outside the product, not baddbmm", inside, updating(fast_learner()))
 
 
-@row_of(TD3)
-def td3_scalars():
-    inlined, once = updating(fast_learner()), updating(fast_learner())
-    with patch.object(optim, "computed_once", lambda scalar: scalar):
-        outcome(inlined)  # which compiles it
-    outcome(once)
-    yield same_way("Adam's scalars computed once", inlined, once)
+class Loop:
+    """What happens in the fast TD3 between two steps of the environment."""
 
+    def __init__(self) -> None:
+        self.parts = parts = Td3()
+        self.last = fast.LastStep.allocate(1, OBS_DIM, ACTION_DIM, CPU)
+        self.observe, self.act, _ = fast.make_acting(parts.actor, parts.replay, self.last, parts.args)
+        self.advance = fast.make_executables(self.observe, parts.update, self.act, parts.args, CPU)
 
-@row_of(TD3)
-def td3_concatenation():
-    """Read in place, through one condition for each part, they keep Adam's loop from being vectorised."""
-    concatenated = updating(fast_learner(), compiled(max_pointwise_cat_inputs=0))
-    yield same_way("not used: gradients concatenated first", updating(fast_learner()), concatenated)
+    def side(self, advance: Callable) -> Side:
+        timestep = torch.randn(NUM_UPDATES, 1, OBS_DIM + 3, generator=torch.Generator().manual_seed(0))
+        timestep[:, :, -2:] = 0.0  # neither termination nor end
+        timestep = itertools.cycle(timestep)
+        touched = [*self.last, *self.parts.replay.tensors()]
+        learner = replace(self.parts.learner, others=[self.last.actions], touched=touched)
+        return bursts(learner, lambda with_actor: advance(next(timestep), ((with_actor,),)))
 
 
 @row_of(TD3)
 def td3_one_executable():
-    def stepping(parts: Td3, advance: Callable) -> Side:
-        timestep = torch.randn(NUM_UPDATES, 1, OBS_DIM + 3, generator=torch.Generator().manual_seed(0))
-        timestep[:, :, -2:] = 0.0  # neither termination nor end
-        timestep = itertools.cycle(timestep)
-        learner = replace(parts.learner, results=[*parts.learner.results, parts.last.actions])
-        return bursts(learner, lambda with_actor: advance(next(timestep), (with_actor,)))
+    at_once, in_three = Loop(), Loop()
+    observe, act = compiled()(in_three.observe), compiled()(in_three.act)
+    updates = {(flag,): compiled()(partial(in_three.parts.update, flag)) for flag in (False, True)}
 
-    def at_once() -> Side:
-        parts = Td3()
-        return stepping(parts, fast.make_executables(parts.observe, parts.update, parts.act, parts.args, CPU))
+    def advance(timestep: torch.Tensor, turns: tuple[tuple[bool], ...]) -> torch.Tensor:
+        observe(timestep)
+        for turn in turns:
+            updates[turn]()
+        return act()
 
-    def in_three() -> Side:
-        parts = Td3()
-        observe, act = compiled()(parts.observe), compiled()(parts.act)
-        updates = {(flag,): compiled()(partial(parts.update, flag)) for flag in (False, True)}
-
-        def advance(timestep: torch.Tensor, with_actor: tuple[bool]) -> torch.Tensor:
-            observe(timestep)
-            updates[with_actor]()
-            return act()
-
-        return stepping(parts, advance)
-
-    yield same_way("observe, update and act as one executable, not three", in_three(), at_once())
+    sides = in_three.side(advance), at_once.side(at_once.advance)
+    yield same_way("observe, update and act as one executable, not three", *sides)
 
 
 @row_of(TD3)
@@ -228,12 +226,10 @@ def td3_freeze():
         yield Pair(trick, partial(sample, False), partial(sample, True), NUM_LOOP_STEPS, NUM_LOOP_STEPS)
 
 
-@torch.no_grad()
 def time_steps(freeze: bool) -> None:
     """The fast TD3's loop with its environment, compiled; prints the seconds of NUM_LOOP_STEPS steps."""
     set_cpu_numerics(available_cores())
-    parts, envs, episodes = Td3(), make_envs(ENV_ID, 1, 1), EpisodeStatistics(1)
-    advance = fast.make_executables(parts.observe, parts.update, parts.act, parts.args, CPU)
+    loop, envs, episodes = Loop(), make_envs(ENV_ID, 1, 1), EpisodeStatistics(1)
     timestep_buffer, resets = TimestepBuffer(1, OBS_DIM, CPU), np.zeros(1, bool)
     envs.reset()
 
@@ -243,10 +239,10 @@ def time_steps(freeze: bool) -> None:
         dones = terminations | truncations
         episodes.add_step(rewards, dones, resets)
         resets = dones
-        return advance(timestep_buffer.write(next_obs, rewards, terminations, dones), (with_actor,))
+        return loop.advance(timestep_buffer.write(next_obs, rewards, terminations, dones), ((with_actor,),))
 
     def steps(count: int) -> None:
-        actions = parts.last.actions
+        actions = loop.last.actions
         for i in range(count):
             actions = step(i % 2 == 1, actions)
 

@@ -53,7 +53,7 @@ from leanrl.tools.trials import (
 @dataclass
 class Args:
     scripts: tuple[str, ...] = ("ppo_continuous_action", "ppo_continuous_action_torchcompile")
-    """SCRIPT[:MODE] each; MODE is eager, compile, cudagraphs or compile+cudagraphs; without it, all of this machine"""
+    """SCRIPT[:MODE] each; MODE is eager, compile, cudagraphs, compile+one-graph ...; by default all of this machine"""
     seeds: tuple[int, ...] = (1,)
     """every script runs once with each"""
     total_timesteps: int = 102_400

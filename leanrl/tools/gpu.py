@@ -155,11 +155,12 @@ def measure(
 
 
 def measured_contenders(plan: Plan, device: torch.device) -> list[Contender]:
-    """The reference, then every mode of the fast rungs, each for as many steps as it does in seconds."""
+    """The reference, then every mode of the fast variants, each for as many steps as it does in seconds."""
     contenders = []
     for entry in (plan.reference, *plan.modes):
         if entry is not None:
-            flags = [f"--total-timesteps={plan.steps['cudagraphs' in entry]}", *plan.flags]
+            has_graphs = entry.endswith(("cudagraphs", "one-graph"))
+            flags = [f"--total-timesteps={plan.steps[has_graphs]}", *plan.flags]
             contenders += contenders_with_bf16(plan, [entry], device, flags)
     return contenders
 

@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -28,7 +29,7 @@ from leanrl.sebulba.learner import TIMELINE_FILE
 from leanrl.support.checkpoints import load_checkpoint
 from leanrl.support.executables import CUDAGRAPH_WARMUP, WARMUP_CALLS, CompiledStep, untouched
 from leanrl.support.onegraph import OneGraph
-from leanrl.support.optim import FlatAdam
+from leanrl.support.optim import Adam, FlatAdam
 
 CHECKS: list[Callable[[torch.device], None]] = []
 """Each takes the device and raises where it finds something wrong; its docstring is its name."""
@@ -89,18 +90,20 @@ def compiled_graph(device: torch.device) -> None:
     def trained(wrap: Callable[[Callable], Callable]) -> torch.Tensor:
         torch.manual_seed(1)
         network = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)).to(device)
-        optimizer = FlatAdam(network, lr=1e-2, eps=1e-5)
+        optimizer = Adam(network.parameters(), lr=1e-2, eps=1e-5)
 
         def fn() -> None:
             noisy = x + 0.1 * torch.randn_like(x)
-            grad = torch.func.grad(lambda params: ((optimizer.apply(params, noisy) - y) ** 2).mean())(optimizer.params)
-            optimizer.step(grad)
+            ((network(noisy) - y) ** 2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
         step = wrap(fn)
         torch.manual_seed(2)
-        for _ in range(50):
-            step()
-        return optimizer.params.clone()
+        with torch.enable_grad():
+            for _ in range(50):
+                step()
+        return torch.nn.utils.parameters_to_vector(network.parameters())
 
     eager = trained(lambda fn: fn)
     for compiled in (False, True):
@@ -139,7 +142,9 @@ class Scene:
             if with_actor:
                 self.actor.add_(1.0)
 
-        updates = {flag: lambda flag=flag: update(flag) for flag in (False, True)}
+        def updates(with_actor: bool) -> Callable:
+            return partial(update, with_actor)
+
         self.advance = OneGraph(self.obs.copy_, updates, lambda: self.actor + 2 * self.obs, device)
         self.timestep = torch.zeros(4).pin_memory()
 
@@ -151,13 +156,13 @@ def actions(device: torch.device) -> None:
     stream = torch.cuda.current_stream(device)
     num_actor_updates, went_on = 0, []
     for i in range(4 * WARMUP_CALLS):
-        with_actor = ((False,), (True,), (True, False), ())[i % 4]
-        num_actor_updates += sum(with_actor)
+        turns = (((False,),), ((True,),), ((True,), (False,)), ())[i % 4]
+        num_actor_updates += sum(with_actor for (with_actor,) in turns)
         scene.timestep.fill_(float(i))
-        acted = scene.advance(scene.timestep, with_actor)
+        acted = scene.advance(scene.timestep, turns)
         expected = num_actor_updates + 2.0 * i
         require(bool((acted == expected).all()), f"call {i}: actions {acted.tolist()}, not {expected}")
-        if i >= 4 * (CUDAGRAPH_WARMUP + 1) and with_actor and not with_actor[-1]:
+        if i >= 4 * (CUDAGRAPH_WARMUP + 1) and turns[-1:] == ((False,),):
             went_on.append(not stream.query())
         torch.cuda.synchronize(device)
     require(all(went_on), "the host waited for the whole graph: nothing runs while the environments step")

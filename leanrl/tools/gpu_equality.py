@@ -19,7 +19,7 @@ NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}
 # How far a mode's parameters may be from eager's after the checked updates, in parts of the way that those have gone.
 TOLERANCE = 0.05
 # What is compared for that, by its name in a checkpoint.
-NETWORKS = ("agent", "actor", "critics", "temperature", "q_network")
+NETWORKS = ("agent", "actor", "critics", "log_alpha", "q_network")
 
 
 def check(
@@ -95,7 +95,7 @@ def training_checks(plan: Plan, device: torch.device) -> set[str]:
 
 
 def checked_contenders(plan: Plan, device: torch.device) -> list[Contender]:
-    """The plain mode of the fast rung, then those that must train as it does."""
+    """The plain mode of the fast variant, then those that must train as it does."""
     return contenders_with_bf16(plan, plan.modes, device, plan.check_flags)
 
 

@@ -14,7 +14,17 @@ from leanrl.support.run import write_json_atomically
 from leanrl.support.tracking import read_metrics
 from leanrl.tools import compare
 from leanrl.tools.common import COLORS, benchmark_record, clean, describe_machine, markdown_table, mean_std, new_figure
-from leanrl.tools.trials import REPOSITORY, STOPPED, Deadline, Trial, end_of, last_episodes, run_child
+from leanrl.tools.trials import (
+    SCRIPTS,
+    STOPPED,
+    Deadline,
+    Trial,
+    end_of,
+    flags_of,
+    last_episodes,
+    parse_entry,
+    run_child,
+)
 
 Learning = Literal["sac", "td3", "pong", "breakout"]
 
@@ -23,7 +33,8 @@ Learning = Literal["sac", "td3", "pong", "breakout"]
 class Task:
     """What is learned, and when it is enough."""
 
-    script: str
+    entry: str
+    """SCRIPT:MODE"""
     env_id: str
     timesteps: int
     """of the whole run, which schedules depend on"""
@@ -42,13 +53,13 @@ class Task:
 
 
 TASKS: dict[Learning, Task] = {
-    "sac": Task("sac_continuous_action_onegraph", "HalfCheetah-v5", 1_000_000),
-    "td3": Task("td3_continuous_action_onegraph", "HalfCheetah-v5", 1_000_000),
+    "sac": Task("sac_continuous_action_torchcompile:compile+one-graph", "HalfCheetah-v5", 1_000_000),
+    "td3": Task("td3_continuous_action_torchcompile:compile+one-graph", "HalfCheetah-v5", 1_000_000),
     # The learning rate falls as it does on the way to CleanRL's 10 million steps, whose curves are known.
-    "pong": Task("ppo_atari_envpool_onegraph", "Pong-v5", 10_000_000, target=18.0),
-    "breakout": Task("ppo_atari_envpool_onegraph", "Breakout-v5", 10_000_000, stop_at=4_000_000),
+    "pong": Task("ppo_atari_envpool_onegraph:compile+cudagraphs", "Pong-v5", 10_000_000, target=18.0),
+    "breakout": Task("ppo_atari_envpool_onegraph:compile+cudagraphs", "Breakout-v5", 10_000_000, stop_at=4_000_000),
 }
-LEARNING_FLAGS = ("--compile", "--cudagraphs", "--num-threads=1", "--checkpoint-every=250000", "--save-model")
+LEARNING_FLAGS = ("--num-threads=1", "--checkpoint-every=250000", "--save-model")
 
 # How often a run's log points are read, and how often what is known is written.
 LOOK_SECONDS, WRITE_SECONDS = 2.0, 30.0
@@ -115,12 +126,13 @@ def learn_on(name: Learning, seed: int, runs_dir: Path, deadline: Deadline) -> i
     task, run_name = TASKS[name], f"{name}__{seed}"
     if deadline.seconds_left <= 0 or state_of(learned(name, seed, None, runs_dir)) == "done":
         return 0
-    command = [sys.executable, str(REPOSITORY / "leanrl" / f"{task.script}.py"), f"--total-timesteps={task.timesteps}"]
+    script, levers = parse_entry(task.entry, "learning")
+    command = [sys.executable, str(SCRIPTS / f"{script}.py"), f"--total-timesteps={task.timesteps}"]
     if (runs_dir / run_name / "args.json").exists():
         command += ["--resume", str(runs_dir / run_name)]
     else:
         command += [f"--env-id={task.env_id}", f"--seed={seed}", f"--runs-dir={runs_dir}", f"--run-name={run_name}"]
-        command += LEARNING_FLAGS
+        command += [*flags_of(script, levers), *LEARNING_FLAGS]
     code, _ = run_child(command, Enough(deadline, task, runs_dir / run_name), runs_dir / f"{run_name}.log")
     # In its first seconds, imports and compilation, a run has nothing to lose.
     return 0 if deadline.seconds_left <= 0 and code in STOPPED else code
@@ -138,7 +150,7 @@ def learning_table(trials: Sequence[Trial]) -> str:
     cells = []
     for trial in trials:
         task, reached = TASKS[trial.label], last_episodes(trial.metrics)
-        row = [f"{task.script}, {task.env_id}, seed {trial.seed}", "-", "-", "-", "-", state_of(trial)]
+        row = [f"{task.entry}, {task.env_id}, seed {trial.seed}", "-", "-", "-", "-", state_of(trial)]
         if trial.metrics:
             point = trial.metrics[-1]
             row[1:5] = (

@@ -10,11 +10,9 @@ from leanrl.sebulba.args import SebulbaArgs
 from leanrl.support.devices import available_cores
 from leanrl.tools import parts_atari
 from leanrl.tools.parts import in_process
-from leanrl.tools.trials import Contender, Deadline, contenders_of
+from leanrl.tools.trials import Contender, Deadline, contenders_of, modes_of
 
 Algorithm = Literal["sac", "td3", "ppo", "ppo_atari", "cleanba_ppo", "cleanba_impala", "dqn"]
-
-MODES = ("eager", "compile", "cudagraphs", "compile+cudagraphs")
 
 
 @dataclass(frozen=True)
@@ -56,12 +54,9 @@ class Plan:
     """whose speed stands beside those of the modes"""
 
 
-def modes_of(script: str, onegraph: bool) -> tuple[str, ...]:
-    """Every mode of the fast rungs of ``script``, plainest first."""
-    modes = [f"{script}_torchcompile:{mode}" for mode in MODES]
-    if onegraph:
-        modes += [f"{script}_onegraph:{mode}" for mode in ("cudagraphs", "compile+cudagraphs")]
-    return tuple(modes)
+def entries_of(script: str) -> tuple[str, ...]:
+    """Every mode of ``script``, plainest first."""
+    return tuple(f"{script}:{mode}" for mode in modes_of(script))
 
 
 # Forty updates: between a compiled run and an eager one on a CPU rounding has grown to 2e-4 (TD3) and 2e-3 (SAC) of the
@@ -71,14 +66,15 @@ OFF_POLICY_CHECK = ("--learning-starts=1000", "--checkpoint-every=1000", "--tota
 
 def off_policy(script: str) -> Plan:
     """SAC's and TD3's."""
+    fast = f"{script}_torchcompile"
     return Plan(
         script,
-        modes_of(script, onegraph=True),
+        entries_of(fast),
         OFF_POLICY_CHECK,
         steps=(3_000, 20_000),
         flags=("--learning-starts=1000",),
         expected_seconds=45.0,
-        part_modes=tuple(f"{script}_{rung}:compile+cudagraphs" for rung in ("torchcompile", "onegraph")),
+        part_modes=(f"{fast}:compile+cudagraphs", f"{fast}:compile+one-graph"),
     )
 
 
@@ -94,7 +90,7 @@ def cleanba(script: str, num_steps: int, iterations: tuple[int, int], check_flag
     batch_size = CLEANBA_ENVS * num_steps
     return Plan(
         None,
-        tuple(f"{script}:{mode}" for mode in MODES),
+        entries_of(script),
         # In the shapes that are measured, which the compiler's cache then has.
         (*GAMES_CHECK, *check_flags, f"--checkpoint-every={batch_size}", f"--total-timesteps={2 * batch_size}"),
         steps=(iterations[0] * batch_size, iterations[1] * batch_size),
@@ -109,7 +105,7 @@ PLANS: dict[Algorithm, Plan] = {
     "td3": off_policy("td3_continuous_action"),
     "ppo": Plan(
         "ppo_continuous_action",
-        modes_of("ppo_continuous_action", onegraph=False),
+        entries_of("ppo_continuous_action_torchcompile"),
         # Pendulum's motion is smooth: rounding stays rounding. HalfCheetah's would not in so many steps.
         (
             *("--env-id=Pendulum-v1", "--num-steps=64", "--num-minibatches=1"),
@@ -120,7 +116,7 @@ PLANS: dict[Algorithm, Plan] = {
     ),
     "ppo_atari": Plan(
         "ppo_atari_envpool",
-        modes_of("ppo_atari_envpool", onegraph=True),
+        (*entries_of("ppo_atari_envpool_torchcompile"), *entries_of("ppo_atari_envpool_onegraph")[2:]),
         (*GAMES_CHECK, "--update-epochs=1", "--checkpoint-every=1024", "--total-timesteps=2048"),
         steps=(30_720, 81_920),
         bf16_modes=("ppo_atari_envpool_onegraph:compile+cudagraphs",),
@@ -131,7 +127,7 @@ PLANS: dict[Algorithm, Plan] = {
     "cleanba_impala": cleanba("cleanba_impala", 20, iterations=(20, 60)),
     "dqn": Plan(
         "dqn",
-        modes_of("dqn", onegraph=False),
+        entries_of("dqn_torchcompile"),
         # Hardly any greedy actions: one that is decided by rounding would lead elsewhere.
         ("--learning-starts=1000", "--checkpoint-every=1000", "--total-timesteps=2000", "--exploration-fraction=100"),
         steps=(20_000, 60_000),
@@ -154,4 +150,4 @@ def contenders_with_bf16(
 
 def is_fastest(contender: Contender) -> bool:
     """Whether a contender has all that its script can do for speed."""
-    return "--compile --cudagraphs" in contender.label
+    return any(f"--compile {graphs}" in contender.label for graphs in ("--cudagraphs", "--one-graph"))

@@ -67,7 +67,7 @@ class Args:
         "td3_continuous_action_torchcompile:compile",
         "sac_continuous_action_torchcompile:compile",
     )
-    """SCRIPT:MODE each; MODE is eager, compile, cudagraphs or compile+cudagraphs"""
+    """SCRIPT:MODE each; MODE is eager, compile, cudagraphs, compile+one-graph ..."""
     steps: int = 1000
     """environment steps with an update, of which the parts are the mean; on-policy scripts take whole rollouts"""
     learning_starts: int = 1000
@@ -197,9 +197,8 @@ def observe_run(script: str, flags: list[str], what: str) -> dict:
             return super().finish(*args, **kwargs)
 
     watchers = {"speed": ExitStack, "parts": profiler, "flops": flop_counter}
-    home = getattr(module, "sibling", module)  # a one-graph rung's loop is its sibling's
-    home.Run = WatchedRun
-    home.make_envs = recorded(home.make_envs)
+    module.Run = WatchedRun
+    module.make_envs = recorded(module.make_envs)
     if what == "parts":
         CPU_OPTIONS["cpp.enable_kernel_profile"] = True
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):

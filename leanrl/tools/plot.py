@@ -123,7 +123,8 @@ def running_mean(values: np.ndarray, episodes: np.ndarray, window: int) -> np.nd
 
 def mode_of(args: dict) -> str:
     """``eager``, or what a run switched on, joined as ``compare`` writes it: ``compile+cudagraphs``."""
-    words = [name for name in ("compile", "cudagraphs") if args.get(name)]
+    graphs = "one-graph" if args.get("one_graph") else "cudagraphs"  # which one-graph implies
+    words = [word for name, word in (("compile", "compile"), ("cudagraphs", graphs)) if args.get(name)]
     if args.get("amp", "none") != "none":
         words.append(args["amp"])
     return "+".join(words) or "eager"

@@ -1,5 +1,6 @@
 """Running contenders (a training script in one mode, or a peer's library) in turn, and reading what they leave."""
 
+import dataclasses
 import importlib
 import io
 import itertools
@@ -31,10 +32,16 @@ SCRIPTS = Path(__file__).parents[1]
 REPOSITORY = SCRIPTS.parent
 DISTRIBUTED = sorted(path.stem for path in SCRIPTS.glob("cleanba_*.py"))
 
-LEVERS = ("compile", "cudagraphs")
+LEVERS = ("compile", "cudagraphs", "one-graph")
 """What a mode switches on; the mode with none of them is ``eager``."""
 
-RESERVED_FLAGS = ("--total-timesteps", "--seed", "--run-name", "--runs-dir", "--compile", "--cudagraphs", "--resume")
+MODES = ("eager", "compile", "cudagraphs", "compile+cudagraphs", "one-graph", "compile+one-graph")
+"""All that there are, plainest first; no script has more."""
+
+RESERVED_FLAGS = (
+    *("--total-timesteps", "--seed", "--run-name", "--runs-dir", "--resume"),
+    *(f"--{lever}" for lever in LEVERS),
+)
 """Flags of the scripts that a tool sets."""
 
 # A child asked to stop finishes its update first, or its compilation; past this it is killed.
@@ -122,9 +129,23 @@ class Trial:
 # ------------------------------------------------------------------------------------------------------------ ENTRIES
 
 
-def takes_modes(script: str) -> bool:
-    """Whether a script has ``--compile`` and ``--cudagraphs``: the fast rungs and the distributed scripts do."""
-    return script.endswith(("_torchcompile", "_onegraph")) or script.startswith("cleanba_")
+def levers_of(mode: str) -> frozenset[str]:
+    """What one of MODES switches on."""
+    return frozenset(mode.split("+")) - {"eager"}
+
+
+def modes_of(script: str) -> list[str]:
+    """Those of MODES that a script has the flags for, plainest first: a reference is ``eager`` alone."""
+    fields = {field.name for field in dataclasses.fields(importlib.import_module(f"leanrl.{script}").Args)}
+    return [mode for mode in MODES if {lever.replace("-", "_") for lever in levers_of(mode)} <= fields]
+
+
+def flags_of(script: str, levers: frozenset[str]) -> list[str]:
+    """The flags of a mode, whatever is the default of ``script``."""
+    known = frozenset().union(*map(levers_of, modes_of(script)))
+    if "one-graph" in levers:  # implies this one
+        known -= {"cudagraphs"}
+    return [f"--{lever}" if lever in levers else f"--no-{lever}" for lever in LEVERS if lever in known]
 
 
 def parse_entry(entry: str, name: str) -> tuple[str, frozenset[str] | None]:
@@ -139,37 +160,43 @@ def parse_entry(entry: str, name: str) -> tuple[str, frozenset[str] | None]:
     """
     script, colon, mode = entry.partition(":")
     known = sorted(path.stem for path in SCRIPTS.glob("[!_]*.py"))
+    sibling = f"{script.removesuffix('_onegraph')}_torchcompile"
+    if script not in known and script.endswith("_onegraph") and sibling in known:
+        raise bad(name, entry, f"is a mode now: {sibling}:one-graph or {sibling}:compile+one-graph")
     if script not in known:
         raise bad(name, entry, f"no such script{near_names(script, known) or '; there are ' + ', '.join(known)}")
     if not colon:
         return script, None
-    levers = frozenset(mode.split("+")) if mode != "eager" else frozenset()
-    if not levers <= set(LEVERS):
-        raise bad(name, entry, f"no such mode; it must be eager, {', '.join(LEVERS)} or {'+'.join(LEVERS)}")
-    if levers and not takes_modes(script):
-        raise bad(name, entry, f"an eager reference has no such mode; try {script}_torchcompile:{mode}")
-    return script, levers
+    modes = modes_of(script)
+    # In any order.
+    (found,) = [m for m in modes if sorted(m.split("+")) == sorted(mode.split("+"))] or [None]
+    if found is None:
+        fast = f"{script}_torchcompile"
+        if fast in known and mode in modes_of(fast):
+            raise bad(name, entry, f"an eager reference has no such mode; try {fast}:{mode}")
+        raise bad(name, entry, f"no such mode; there are {', '.join(modes)}")
+    return script, levers_of(found)
 
 
 def lack(levers: frozenset[str], device: torch.device) -> str | None:
     """Why this machine cannot run in that mode on ``device``, with the remedy; None where it can."""
     try:
-        resolve_device(SimpleNamespace(device=str(device), **{lever: lever in levers for lever in LEVERS}))
+        resolve_device(
+            SimpleNamespace(device=str(device), **{lever.replace("-", "_"): lever in levers for lever in LEVERS})
+        )
     except UsageError as error:
         return str(error)
     return None
 
 
-def modes_of(script: str, device: torch.device) -> list[frozenset[str]]:
+def modes_here(script: str, device: torch.device) -> list[frozenset[str]]:
     """Every mode of ``script`` that this machine has, plainest first; a missing compiler is reported in one line."""
-    modes = [frozenset()]
-    if takes_modes(script):
-        modes.append(frozenset({"compile"}))
-        if device.type == "cuda":
-            modes += [frozenset({"cudagraphs"}), frozenset(LEVERS)]
-        if reason := lack(frozenset({"compile"}), device):
-            print(f"leaving out {script} --compile: {reason}", flush=True)
-            modes = [mode for mode in modes if "compile" not in mode]
+    modes = [levers_of(mode) for mode in modes_of(script)]
+    if device.type != "cuda":
+        modes = [mode for mode in modes if mode <= {"compile"}]
+    if len(modes) > 1 and (reason := lack(frozenset({"compile"}), device)):
+        print(f"leaving out {script} --compile: {reason}", flush=True)
+        modes = [mode for mode in modes if "compile" not in mode]
     return modes
 
 
@@ -206,11 +233,10 @@ def contenders_of(
         script, levers = parse_entry(entry, name)
         if levers is not None and (reason := lack(levers, device)):
             raise bad(name, entry, reason)
-        for mode in modes_of(script, device) if levers is None else [levers]:
-            command = [sys.executable, str(SCRIPTS / f"{script}.py")]
-            if takes_modes(script):
-                command += [f"--{lever}" if lever in mode else f"--no-{lever}" for lever in LEVERS]
-            command += fast_flags if takes_modes(script) else reference_flags
+        has_modes = modes_of(script) != ["eager"]
+        for mode in modes_here(script, device) if levers is None else [levers]:
+            command = [sys.executable, str(SCRIPTS / f"{script}.py"), *flags_of(script, mode)]
+            command += fast_flags if has_modes else reference_flags
             label = " ".join([script, *(f"--{lever}" for lever in LEVERS if lever in mode)])
             for precision in amp if "compile" in mode else ["none"]:
                 words = ["--amp", precision] if precision != "none" else []
