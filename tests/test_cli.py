@@ -181,6 +181,12 @@ def test_cudagraphs_on_a_cpu(refused, script, tmp_path, modes):
     refused([*tiny(script), "--runs-dir", tmp_path / "runs", *modes], message)
 
 
+@pytest.mark.parametrize("script", [name for name in FAST_SCRIPTS if name[:3] in ("sac", "td3")])
+def test_one_graph_on_a_cpu(refused, script, tmp_path):
+    message = "--one-graph needs a CUDA device; this run is on cpu\n"
+    refused([*tiny(script), "--runs-dir", tmp_path / "runs", "--compile", "--one-graph"], message)
+
+
 @pytest.mark.parametrize("script", FAST_SCRIPTS)
 def test_compile_without_a_compiler(refused, script, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
