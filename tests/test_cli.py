@@ -344,8 +344,8 @@ def test_the_speed_of_an_on_policy_reference_is_that_after_its_first_iteration(s
 
 
 SUMMARY_KEYS = [
-    *("script", "env_id", "seed", "device", "compile", "cudagraphs", "num_envs", "global_step", "optimizer_steps"),
-    *("episodes", "episodic_return", "sps", "wall_seconds", "warmup_seconds", "interrupted"),
+    *("script", "env_id", "seed", "device", "compile", "cudagraphs", "one_graph", "num_envs", "global_step"),
+    *("optimizer_steps", "episodes", "episodic_return", "sps", "wall_seconds", "warmup_seconds", "interrupted"),
 ]
 
 
@@ -354,7 +354,7 @@ def test_summary_json(finished_run, script):
     assert list(result) == SUMMARY_KEYS
     expected = {"script": script, "env_id": tiny_env(script), "seed": 1, "device": "cpu"}
     expected["num_envs"] = tiny_num_envs(script)
-    expected |= {"compile": False, "cudagraphs": False, "interrupted": False}
+    expected |= {"compile": False, "cudagraphs": False, "one_graph": False, "interrupted": False}
     expected |= {"global_step": 1920, "optimizer_steps": tiny_optimizer_steps(script, 1920)}
     assert {key: result[key] for key in expected} == expected
     assert 5 < result["episodes"] < 500 and 0 < result["episodic_return"] < 500

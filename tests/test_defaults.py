@@ -29,7 +29,7 @@ EXPECTED = {
     "cleanba_ppo": CLEANBA | {"num_steps": 128, "clip_coef": 0.1, "max_grad_norm": 0.5, "policy_lag": 0},
     "cleanba_impala": CLEANBA | {"num_steps": 20, "rho_bar": 1.0, "c_bar": 1.0, "max_grad_norm": 40.0, "policy_lag": 1},
 }
-LEVERS = {"compile", "cudagraphs", "env_backend", "num_env_groups"}
+LEVERS = {"compile", "cudagraphs", "one_graph", "env_backend", "num_env_groups"}
 
 
 def defaults(script: str) -> dict:

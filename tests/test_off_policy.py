@@ -148,7 +148,7 @@ def adam_steps(state: dict) -> int:
 def short_env_ids():
     """Environments of which some episodes end in a failure and some by their short time limit."""
     ids = {"Hopper": "ShortHopper-v0", "CartPole": "ShortCartPole-v0"}
-    gym.register(ids["Hopper"], HopperEnv, max_episode_steps=18)
+    gym.register(ids["Hopper"], HopperEnv, max_episode_steps=14)
     gym.register(ids["CartPole"], CartPoleEnv, max_episode_steps=18)
     yield ids
     for env_id in ids.values():

@@ -171,10 +171,10 @@ def test_a_stop_finishes_the_update_and_no_more(monkeypatch, tmp_path, script):
 
         return update._replace(run=run)
 
-    def finish(self, state):
+    def finish(self, state, model):
         # What is saved now may take longer than a thread would wait for its next parameters.
         assert not any(isinstance(thread, ActorThread) for thread in threading.enumerate())
-        return finish_run(self, state)
+        return finish_run(self, state, model)
 
     finish_run = Run.finish
     monkeypatch.setattr(Run, "finish", finish)
