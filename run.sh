@@ -7,11 +7,11 @@ usage() {
   cat <<'EOF'
 ./run.sh                    set up, then compare eager with compiled PPO on HalfCheetah-v5: a table and a picture
 ./run.sh test [--all]       the test suite; --all adds what is long (learning checks, repeated kills)
-./run.sh bench [FLAGS]      ours against Stable-Baselines3 and SBX, in turn in one run (installs them first)
+./run.sh bench [LINE] [FLAGS]   README's table, ours against Stable-Baselines3 and SBX (installs them first); LINE is
+                            PPO, SAC, TD3, DQN or PPO-Atari, by default each in turn; FLAGS are those of compare
 ./run.sh SCRIPT [FLAGS]     a training script, e.g. ./run.sh ppo_continuous_action_torchcompile --compile
 ./run.sh gpu [FLAGS]        on a GPU: checks, then the speed of every script in every mode, in 10 minutes
-./run.sh TOOL [FLAGS]       compare, evaluate, plot, peers, ablate, parts, parts_atari, scaling, reproduce, benchmark
-                            or plan_layout
+./run.sh TOOL [FLAGS]       compare, evaluate, plot, ablate, parts, parts_atari, reproduce, benchmark or plan_layout
 ./run.sh SCRIPT --help      what a script or tool takes
 
 Environment variables:
@@ -69,6 +69,35 @@ install() {
   done
 }
 
+# bench LINE [FLAGS]: a line of README's table is one call of compare; FLAGS, those after -- too, come last and win.
+bench() {
+  local name=$1 script steps peers=(sb3 sbx) fast=() flags=() script_args=()
+  case $name in
+  PPO) script=ppo_continuous_action steps=24576 ;;
+  SAC) script=sac_continuous_action steps=4000 script_args=(--learning-starts 1000) ;;
+  TD3) script=td3_continuous_action steps=4000 script_args=(--learning-starts 1000) ;;
+  DQN) script=dqn steps=60000 ;;
+  PPO-Atari) script=ppo_atari_envpool steps=10240 peers=(sb3) ;;
+  *) die "README's table has no line $name; there are PPO, SAC, TD3, DQN and PPO-Atari" ;;
+  esac
+  case $name in SAC | TD3 | PPO-Atari)
+    # Without bf16 units it is slower than float32.
+    if .venv/bin/python -c 'from leanrl.support.devices import has_bf16_units; exit(not has_bf16_units())'; then
+      fast=("${script}_torchcompile:compile --amp bf16")
+    fi
+    ;;
+  esac
+  shift
+  while [ $# -gt 0 ] && [ "$1" != -- ]; do
+    flags+=("$1")
+    shift
+  done
+  [ $# -eq 0 ] || shift
+  .venv/bin/python -m leanrl.tools.compare --seeds 1 2 3 --total-timesteps "$steps" --max-seconds None \
+    --contenders "${peers[@]/%/:$name}" "${peers[@]/%/:$name --num-threads 1}" \
+    "$script" "${script}_torchcompile" "${fast[@]}" "${flags[@]}" -- "${script_args[@]}" "$@"
+}
+
 command=${1:-}
 [ $# -eq 0 ] || shift
 case $command in
@@ -86,7 +115,10 @@ test)
   ;;
 bench)
   install "" mujoco envpool dev peers
-  exec .venv/bin/python -m leanrl.tools.peers "$@"
+  case ${1:--} in
+  -*) for line in PPO SAC TD3 DQN PPO-Atari; do bench "$line" "$@"; done ;;
+  *) bench "$@" ;;
+  esac
   ;;
 *)
   name=$(basename "$command" .py)
@@ -100,10 +132,10 @@ bench)
     install "" mujoco
     case $name in
     plot) install dev ;;
-    ablate | scaling | parts_atari | reproduce | benchmark | plan_layout | gpu) install envpool ;;
-    peers) install envpool peers ;;
-    *) case "$*" in *envpool* | *atari* | *cleanba*) install envpool ;; esac ;;
+    ablate | parts_atari | reproduce | benchmark | plan_layout | gpu) install envpool ;;
+    *) case "$*" in *envpool* | *[aA]tari* | *cleanba*) install envpool ;; esac ;;
     esac
+    case " $*" in *" sb3:"* | *" sbx:"*) install peers ;; esac
     exec .venv/bin/python -m "leanrl.tools.$name" "$@"
   fi
   sibling=${name%_onegraph}_torchcompile

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -122,7 +122,11 @@ def dqn_loss(
     return F.mse_loss(td_target, old_val), old_val.mean()
 
 
-LOSS_NAMES = ("td_loss", "q_values")
+class Losses(NamedTuple):
+    """What is logged of an update, which writes it here."""
+
+    td_loss: torch.Tensor  # [1]
+    q_values: torch.Tensor  # [1]
 
 
 def linear_schedule(args: Args, global_step: int) -> float:
@@ -136,10 +140,10 @@ def linear_schedule(args: Args, global_step: int) -> float:
 
 def make_update(
     q_network: QNetwork, target_network: QNetwork, optimizer: torch.optim.Adam, replay: Replay, args: Args
-) -> tuple[Callable, torch.Tensor]:
-    """The function ``update()`` that trains on one batch, and the losses [2] (LOSS_NAMES) that it writes."""
+) -> tuple[Callable, Losses]:
+    """The function ``update()`` that trains on one batch, and the losses that it writes."""
     device_type = replay.rows.device.type
-    losses = torch.zeros(len(LOSS_NAMES), device=replay.rows.device)
+    losses = Losses(*(torch.zeros(1, device=replay.rows.device) for _ in Losses._fields))
 
     def update() -> None:
         batch = replay.sample(args.batch_size)
@@ -150,7 +154,8 @@ def make_update(
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.copy_(torch.stack([loss.detach(), q_value.detach()]))
+        losses.td_loss.copy_(loss.detach())
+        losses.q_values.copy_(q_value.detach())
 
     return update, losses
 
@@ -220,7 +225,7 @@ def main(args: Args) -> None:
         q_network=q_network,
         target_network=target_network,
         optimizer=optimizer,
-        losses=losses,
+        **losses._asdict(),
     )
 
     with Run(args, __file__, device, total_steps=args.total_timesteps // args.num_envs * args.num_envs) as run:
@@ -254,7 +259,7 @@ def main(args: Args) -> None:
                 update_target(q_network, target_network, args.tau)
 
             if run.log_due():
-                run.log({"charts/epsilon": epsilon, **named_losses(run, LOSS_NAMES, losses)})
+                run.log({"charts/epsilon": epsilon, **named_losses(run, losses)})
             if run.checkpoint_due():
                 run.checkpoint(state.state_dict())
 

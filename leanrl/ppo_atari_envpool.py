@@ -3,7 +3,7 @@
 Paper: https://arxiv.org/abs/1707.06347. Algorithm, names, hyperparameters and structure follow CleanRL's
 https://docs.cleanrl.dev/rl-algorithms/ppo/#ppo_atari_envpoolpy; what differs: games that run out of time are
 bootstrapped from their true last observation, and steps that only reset an environment are left out of the loss.
-Its fast sibling, which computes the same numbers, is ppo_atari_envpool_torchcompile.py.
+The same program made fast is ppo_atari_envpool_torchcompile.py.
 
     python leanrl/ppo_atari_envpool.py --env-id Breakout-v5
     python leanrl/ppo_atari_envpool.py --env-id Pong-v5 --seed 2 --save-model --capture-video
@@ -13,23 +13,23 @@ Measured speed and learning curves: doc/benchmarks/ppo_atari_envpool.md
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch.distributions.categorical import Categorical
 
 from leanrl.support.atari import CLEANRL, make_atari_envs, whole_games
 from leanrl.support.checkpoints import resumed_step
 from leanrl.support.cli import RunArgs, run_script
-from leanrl.support.devices import available_cores, resolve_device, set_cpu_numerics
+from leanrl.support.devices import available_cores, keep_freed_memory, resolve_device, set_cpu_numerics
 from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
 from leanrl.support.evaluation import require_video
 from leanrl.support.run import Run, seed_everything
+from leanrl.support.scan import linear_recurrence
 
 PROTOCOL = CLEANRL
 
@@ -125,21 +125,51 @@ class Agent(nn.Module):
         self.actor = layer_init(nn.Linear(512, num_actions), std=0.01)
         self.critic = layer_init(nn.Linear(512, 1), std=1.0)
 
-    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """uint8 [B, 4, 84, 84] -> logits of the actions [B, num_actions], value [B]"""
+    def forward(self, obs: torch.Tensor) -> tuple[Categorical, torch.Tensor]:
+        """uint8 [B, 4, 84, 84] -> distribution of the actions [B], value [B]"""
         hidden = self.network(obs / 255.0)
         # A value in bf16 would have three digits.
         with torch.autocast(obs.device.type, enabled=False):
             hidden = hidden.float()
-            return self.actor(hidden), self.critic(hidden).squeeze(-1)
+            return Categorical(logits=self.actor(hidden), validate_args=False), self.critic(hidden).squeeze(-1)
 
-    def get_action_and_value(self, obs: torch.Tensor, action: torch.Tensor | None = None):
-        """[B, ...] -> action [B] (sampled unless given), log-probability, entropy, value [B]"""
-        logits, value = self(obs)
-        probs = Categorical(logits=logits, validate_args=False)
-        if action is None:
-            action = probs.sample()
-        return action, probs.log_prob(action), probs.entropy(), value
+
+# ----------------------------------------------------------------------------------------------------------- ROLLOUT
+
+
+class Minibatch(NamedTuple):
+    """Steps that are learned from, [B, ...] each."""
+
+    obs: torch.Tensor
+    actions: torch.Tensor
+    logprobs: torch.Tensor
+    advantages: torch.Tensor
+    returns: torch.Tensor
+    values: torch.Tensor
+    weights: torch.Tensor  # 0 where a step only reset its environment, else 1
+
+
+class Rollout(Minibatch):
+    """T steps of N environments, and what the last one led to, in memory that is allocated once: [T + 1, N, ...] each.
+
+    Advantages, returns and weights are those of the first T alone.
+    """
+
+    @classmethod
+    def allocate(cls, obs: torch.Tensor, args: Args) -> "Rollout":
+        """For observations like ``obs`` [N, C, ...], on their device."""
+        shape = args.num_steps + 1, args.num_envs
+        channels, *size = obs.shape[1:]
+        return cls(
+            # Channels last, as the convolutions want them: nothing has to be rearranged in an update.
+            torch.zeros(*shape, *size, channels, dtype=obs.dtype, device=obs.device).movedim(-1, 2),
+            torch.zeros(shape, dtype=torch.int64, device=obs.device),
+            *(torch.zeros(shape, device=obs.device) for _ in range(5)),
+        )
+
+    def minibatch(self, inds: torch.Tensor) -> Minibatch:
+        """Rows ``inds`` [B], counted through steps and environments."""
+        return Minibatch(*(column.flatten(0, 1)[inds] for column in self))
 
 
 # ------------------------------------------------------------------------------------------------ TARGETS AND LOSSES
@@ -166,12 +196,29 @@ def compute_gae(
     Returns:
         advantages [T, N]
     """
-    advantages = torch.zeros_like(rewards)
-    lastgaelam = torch.zeros_like(rewards[0])
-    for t in reversed(range(len(rewards))):
-        delta = rewards[t] + gamma * values[t + 1] * (1.0 - terminations[t]) - values[t]
-        advantages[t] = lastgaelam = delta + gamma * gae_lambda * (1.0 - dones[t]) * lastgaelam
-    return advantages
+    deltas = rewards + gamma * values[1:] * (1.0 - terminations) - values[:-1]
+    decays = gamma * gae_lambda * (1.0 - dones)
+    # advantages[t] = deltas[t] + decays[t] * advantages[t + 1]
+    return linear_recurrence(deltas.flip(0), decays.flip(0)).flip(0)
+
+
+def finish_rollout(
+    rollout: Rollout,
+    rewards: torch.Tensor,
+    terminations: torch.Tensor,
+    dones: torch.Tensor,
+    resets: torch.Tensor,
+    args: Args,
+) -> None:
+    """Fills the rollout's advantages, returns and weights.
+
+    Args:
+        rewards, terminations, dones, resets: [T, N]; flags as floats. ``resets`` marks steps that only reset.
+    """
+    advantages = compute_gae(rewards, rollout.values, terminations, dones, args.gamma, args.gae_lambda)
+    rollout.advantages[:-1] = advantages
+    rollout.returns[:-1] = advantages + rollout.values[:-1]
+    rollout.weights[:-1] = 1.0 - resets
 
 
 def weighted_mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -179,34 +226,28 @@ def weighted_mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return (x * weights).sum() / weights.sum().clamp(min=1.0)
 
 
-def ppo_loss(
-    agent: Agent,
-    obs: torch.Tensor,
-    actions: torch.Tensor,
-    logprobs: torch.Tensor,
-    advantages: torch.Tensor,
-    returns: torch.Tensor,
-    values: torch.Tensor,
-    weights: torch.Tensor,
-    args: Args,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """PPO's clipped loss over one minibatch.
+class Losses(NamedTuple):
+    """What is logged of an update, each a tensor without shape."""
 
-    Args:
-        obs: [B, ...]; the others [B]. ``weights`` is 0 for steps that only reset an environment, else 1.
+    policy_loss: torch.Tensor
+    value_loss: torch.Tensor
+    entropy: torch.Tensor
+    old_approx_kl: torch.Tensor
+    approx_kl: torch.Tensor
+    clipfrac: torch.Tensor
 
-    Returns:
-        the loss, and [6]: policy loss, value loss, entropy, old_approx_kl, approx_kl, clipfrac (detached).
-    """
-    _, newlogprob, entropy, newvalue = agent.get_action_and_value(obs, actions)
-    logratio = newlogprob - logprobs
+
+def ppo_loss(agent: Agent, minibatch: Minibatch, args: Args) -> tuple[torch.Tensor, Losses]:
+    """PPO's clipped loss over one minibatch, and its parts (detached)."""
+    obs, actions, logprobs, advantages, returns, values, weights = minibatch
+    probs, newvalue = agent(obs)
+    logratio = probs.log_prob(actions) - logprobs
     ratio = logratio.exp()
 
-    with torch.no_grad():
-        # approx_kl: http://joschu.net/blog/kl-approx.html
-        old_approx_kl = weighted_mean(-logratio, weights)
-        approx_kl = weighted_mean((ratio - 1) - logratio, weights)
-        clipfrac = weighted_mean(((ratio - 1.0).abs() > args.clip_coef).float(), weights)
+    # approx_kl: http://joschu.net/blog/kl-approx.html
+    old_approx_kl = weighted_mean(-logratio, weights)
+    approx_kl = weighted_mean((ratio - 1) - logratio, weights)
+    clipfrac = weighted_mean(((ratio - 1.0).abs() > args.clip_coef).float(), weights)
 
     if args.norm_adv:
         mean = weighted_mean(advantages, weights)
@@ -224,35 +265,51 @@ def ppo_loss(
         v_loss = torch.max(v_loss, (v_clipped - returns) ** 2)
     v_loss = 0.5 * weighted_mean(v_loss, weights)
 
-    entropy_loss = weighted_mean(entropy, weights)
-    loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss
-    parts = torch.stack([pg_loss, v_loss, entropy_loss, old_approx_kl, approx_kl, clipfrac])
-    return loss, parts.detach()
-
-
-LOSS_NAMES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
+    entropy = weighted_mean(probs.entropy(), weights)
+    loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
+    losses = pg_loss, v_loss, entropy, old_approx_kl, approx_kl, clipfrac
+    return loss, Losses(*(x.detach() for x in losses))
 
 
 # ------------------------------------------------------------------------------------------------------------ UPDATE
 
 
-def make_update(agent: Agent, optimizer: torch.optim.Adam, args: Args) -> Callable:
-    """The function ``update(minibatch) -> parts`` that takes one gradient step; ``minibatch`` is ppo_loss's tensors."""
-    device_type = next(agent.parameters()).device.type
+def make_update(agent: Agent, optimizer: torch.optim.Adam, rollout: Rollout, args: Args) -> Callable:
+    """The function ``update(mb_inds) -> losses`` [6] (of Losses) that takes one gradient step."""
+    device_type = rollout.obs.device.type
 
-    def update(*minibatch: torch.Tensor) -> torch.Tensor:
+    def update(mb_inds: torch.Tensor) -> torch.Tensor:
         with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
-            loss, parts = ppo_loss(agent, *minibatch, args)
-        optimizer.zero_grad()
+            loss, losses = ppo_loss(agent, rollout.minibatch(mb_inds), args)
         loss.backward()
-        nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+        # TorchInductor's code for CPUs has no way into foreach's norm but a slow one.
+        nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=device_type == "cuda")
         optimizer.step()
-        return parts
+        optimizer.zero_grad()
+        return torch.stack(losses)
 
     return update
 
 
+def train_epoch(update: Callable, b_inds: torch.Tensor, args: Args) -> torch.Tensor:
+    """One ``update`` for each minibatch of the rows ``b_inds``; returns the last one's losses [6]."""
+    for mb_inds in b_inds.split(len(b_inds) // args.num_minibatches):
+        losses = update(mb_inds)
+    return losses
+
+
 # ------------------------------------------------------------------------------------------------------------ ACTING
+
+
+@torch.no_grad()
+def policy_step(agent: Agent, rollout: Rollout, step: int, obs: torch.Tensor, args: Args) -> torch.Tensor:
+    """Observations [N, ...] -> actions [N]; writes row ``step`` of the rollout."""
+    rollout.obs[step] = obs
+    with torch.autocast(obs.device.type, torch.bfloat16, enabled=args.amp == "bf16"):
+        probs, rollout.values[step] = agent(rollout.obs[step])
+    actions = probs.sample()
+    rollout.actions[step], rollout.logprobs[step] = actions, probs.log_prob(actions)
+    return actions
 
 
 def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
@@ -266,8 +323,8 @@ def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray
 
     @torch.no_grad()
     def policy(obs: np.ndarray) -> np.ndarray:
-        logits, _ = agent(torch.as_tensor(obs))
-        return torch.multinomial(F.softmax(logits, 1), 1, generator=generator).squeeze(1).numpy()
+        probs, _ = agent(torch.from_numpy(obs))
+        return torch.multinomial(probs.probs, 1, generator=generator).squeeze(1).numpy()
 
     return policy
 
@@ -279,17 +336,20 @@ def main(args: Args) -> None:
     validate(args)
     device = resolve_device(args)
     set_cpu_numerics(args.num_threads or available_cores())
+    if device.type == "cpu":
+        keep_freed_memory()
     batch_size = args.num_envs * args.num_steps
-    minibatch_size = batch_size // args.num_minibatches
     num_iterations = args.total_timesteps // batch_size
     envs = make_atari_envs(args.env_id, args.num_envs, args.seed, PROTOCOL, start=resumed_step(args.resume))
     if args.capture_video:
         require_video(args.env_id, "envpool")
 
     seed_everything(args.seed)
-    agent = Agent(int(envs.single_action_space.n)).to(device)
+    agent = Agent(int(envs.single_action_space.n)).to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
-    update = make_update(agent, optimizer, args)
+    next_obs = torch.from_numpy(envs.reset()[0]).to(device)
+    rollout = Rollout.allocate(next_obs, args)
+    update = make_update(agent, optimizer, rollout, args)
     games = EpisodeStatistics(args.num_envs)
 
     def state_dict() -> dict:
@@ -300,19 +360,11 @@ def main(args: Args) -> None:
             agent.load_state_dict(run.resumed["agent"])
             optimizer.load_state_dict(run.resumed["optimizer"])
 
-        next_obs = torch.as_tensor(envs.reset()[0], device=device)
-        # Rollout storage. obs and values hold one step more: what the last step led to.
-        obs = torch.zeros((args.num_steps + 1,) + next_obs.shape, dtype=next_obs.dtype, device=device)
-        actions = torch.zeros((args.num_steps, args.num_envs), dtype=torch.int64, device=device)
-        logprobs = torch.zeros((args.num_steps, args.num_envs), device=device)
-        rewards = torch.zeros((args.num_steps, args.num_envs), device=device)
-        terminations = torch.zeros((args.num_steps, args.num_envs), device=device)
-        dones = torch.zeros((args.num_steps, args.num_envs), device=device)
-        values = torch.zeros((args.num_steps + 1, args.num_envs), device=device)
-        weights = torch.zeros((args.num_steps, args.num_envs), device=device)
-
-        # Where the next step only resets its environment (NEXT_STEP autoreset).
-        resets = np.zeros(args.num_envs, bool)
+        # What the environments return, on the CPU until the end of the rollout.
+        shape = args.num_steps, args.num_envs
+        rewards, scores = np.zeros(shape, np.float32), np.zeros(shape)
+        terminations, dones, game_ends = np.zeros((3, *shape), bool)
+        last_dones = np.zeros(args.num_envs, bool)
         run.restore_rng()
         run.start_clock()
         first_iteration = run.global_step // batch_size + 1
@@ -324,47 +376,37 @@ def main(args: Args) -> None:
                 optimizer.param_groups[0]["lr"] = frac * args.learning_rate
 
             for step in range(args.num_steps):
-                obs[step] = next_obs
-                weights[step] = torch.as_tensor(~resets, device=device)
-                with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=args.amp == "bf16"):
-                    actions[step], logprobs[step], _, values[step] = agent.get_action_and_value(next_obs)
-
-                next_obs, reward, terminated, truncated, infos = envs.step(actions[step].cpu().numpy())
-                next_obs = torch.as_tensor(next_obs, device=device)
+                actions = policy_step(agent, rollout, step, next_obs, args)
+                next_obs, reward, terminated, truncated, infos = envs.step(actions.cpu().numpy())
+                next_obs = torch.from_numpy(next_obs).to(device)
                 done = terminated | truncated
-                rewards[step] = torch.as_tensor(reward, device=device)
-                terminations[step] = torch.as_tensor(terminated, device=device)
-                dones[step] = torch.as_tensor(done, device=device)
-                # A lost life ends the episode that is learned from; what is reported are whole games.
-                run.record_episodes(*games.add_step(*whole_games(reward, done, infos), resets))
-                resets = done
-            obs[args.num_steps] = next_obs
+                rewards[step], terminations[step], dones[step] = reward, terminated, done
+                scores[step], game_ends[step] = whole_games(reward, done, infos)
+            policy_step(agent, rollout, args.num_steps, next_obs, args)  # for the value of the last observation
             run.global_step += batch_size
 
-            with torch.no_grad():
-                with torch.autocast(device.type, torch.bfloat16, enabled=args.amp == "bf16"):
-                    _, values[args.num_steps] = agent(next_obs)
-                advantages = compute_gae(rewards, values, terminations, dones, args.gamma, args.gae_lambda)
-                returns = advantages + values[:-1]
+            # Where a step only resets its environment (NEXT_STEP autoreset).
+            resets = np.concatenate([last_dones[None], dones[:-1]])
+            last_dones = dones[-1].copy()
+            # A lost life ends the episode that is learned from; what is reported are whole games.
+            run.record_episodes(*games.add(scores, game_ends, resets))
+            outcome = (torch.from_numpy(x).to(device, torch.float32) for x in (rewards, terminations, dones, resets))
+            finish_rollout(rollout, *outcome, args)
 
-            batch = (obs[:-1].flatten(0, 1),) + tuple(
-                x.flatten() for x in (actions, logprobs, advantages, returns, values[:-1], weights)
-            )
             for _ in range(args.update_epochs):
-                b_inds = torch.randperm(batch_size, device=device)
-                for mb_inds in b_inds.split(minibatch_size):
-                    parts = update(*(x[mb_inds] for x in batch))
-                    run.optimizer_steps += 1
-                if args.target_kl is not None and parts[LOSS_NAMES.index("approx_kl")] > args.target_kl:
+                losses = train_epoch(update, torch.randperm(batch_size, device=device), args)
+                run.optimizer_steps += args.num_minibatches
+                if args.target_kl is not None and Losses(*losses).approx_kl > args.target_kl:
                     break
             if iteration == first_iteration < num_iterations:  # a GPU's libraries are set up with the first update
                 run.start_clock()
 
-            y_true, y_pred = returns[weights > 0], values[:-1][weights > 0]
+            live = rollout.weights[:-1] > 0
+            y_true, y_pred = rollout.returns[:-1][live], rollout.values[:-1][live]
             explained_variance = 1 - (y_true - y_pred).var() / y_true.var()
-            losses = {f"losses/{name}": value for name, value in zip(LOSS_NAMES, parts.tolist(), strict=True)}
+            losses = {f"losses/{name}": value for name, value in Losses(*losses.tolist())._asdict().items()}
             losses["losses/explained_variance"] = explained_variance.item()
-            run.log({"charts/learning_rate": optimizer.param_groups[0]["lr"], **losses})
+            run.log({"charts/learning_rate": float(optimizer.param_groups[0]["lr"]), **losses})
             if run.checkpoint_due():
                 run.checkpoint(state_dict())
 

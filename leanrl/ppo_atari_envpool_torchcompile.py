@@ -1,21 +1,19 @@
 """Proximal Policy Optimization (PPO) on Atari games over EnvPool, made fast with torch.compile and CUDA graphs.
 
-The same algorithm and numbers as ppo_atari_envpool.py (read that first; a diff of the two is the documentation of what
-was made fast). ``--compile`` and ``--cudagraphs`` switch each lever by itself.
+The same program as ppo_atari_envpool.py: read that first, then a diff of the two, which shows what was made fast.
+``--compile``, ``--cudagraphs`` and ``--one-graph`` switch each lever by itself.
 
     python leanrl/ppo_atari_envpool_torchcompile.py --env-id Breakout-v5 --compile
     python leanrl/ppo_atari_envpool_torchcompile.py --env-id Pong-v5 --compile --amp bf16
     python leanrl/ppo_atari_envpool_torchcompile.py --compile --cudagraphs --num-env-groups 2   # on a CUDA device
+    python leanrl/ppo_atari_envpool_torchcompile.py --compile --one-graph                       # likewise
 
-What is different (``python -m leanrl.tools.ablate --rows atari`` measures what most of them are worth):
-- frames are kept as blocks of 4 x 4 pixels, which are made once: the first convolution then is one of 2 x 2 blocks; its
-  weights do the scaling by 255;
-- parameters and activations are channels last throughout, so that nothing is rearranged in an update;
-- a step of the environment costs one call: write to the rollout, act, with random numbers drawn before; with
+What is different (``python -m leanrl.tools.ablate --rows atari`` measures what most of it is worth):
+- a step of the environments costs one call: act, with random numbers drawn before the rollout, and write to it; with
   ``--num-env-groups 2`` half of the environments play while the others' actions are computed;
-- a minibatch costs one call: gather, loss, gradient by torch.func, clipping and Adam over one flat vector; GAE is a
-  scan;
-- what an update frees on the CPU stays with the process, instead of being asked for again page by page.
+- Adam's step is one that torch.compile traces, as it does ``loss.backward()``: an update is one graph, its gather too;
+- GAE is a scan;
+- with ``--one-graph`` a step is one CUDA graph, copies included, and an epoch another (leanrl/support/onegraph.py).
 
 Measured speed and learning curves: doc/benchmarks/ppo_atari_envpool.md
 """
@@ -23,13 +21,13 @@ Measured speed and learning curves: doc/benchmarks/ppo_atari_envpool.md
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
+from torch.distributions.categorical import Categorical
 
 from leanrl.support.atari import CLEANRL, make_atari_envs, whole_games
 from leanrl.support.checkpoints import resumed_step
@@ -39,8 +37,9 @@ from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
 from leanrl.support.evaluation import require_video
 from leanrl.support.executables import WARMUP_CALLS, make_executable, untouched
-from leanrl.support.optim import FlatAdam, clip_grad_norm
-from leanrl.support.run import Run, seed_everything
+from leanrl.support.onegraph import Captured, pinned_like
+from leanrl.support.optim import Adam
+from leanrl.support.run import Run, seed_everything, synchronize
 from leanrl.support.scan import linear_recurrence
 
 PROTOCOL = CLEANRL
@@ -64,6 +63,9 @@ class Args(RunArgs):
     """compile the policy step and the update with torch.compile"""
     cudagraphs: bool = False
     """replay the policy step and the update as CUDA graphs (tensordict's CudaGraphModule)"""
+    one_graph: bool = False
+    """replay all between two steps of the environments as one CUDA graph of our own, and an epoch as another (implies
+    --cudagraphs)"""
     num_env_groups: int = 1
     """pools of environments that are stepped in turn: one plays while another's actions are computed"""
 
@@ -126,113 +128,70 @@ def layer_init(layer: nn.Module, std: float = np.sqrt(2), bias_const: float = 0.
     return layer
 
 
-class Conv(nn.Module):
-    """A convolution of images [B, H, W, C]. Its kernels are kept as [out, H, W, in], as they are used."""
-
-    def __init__(self, kernels: torch.Tensor, bias: nn.Parameter, stride: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(kernels.detach().contiguous())
-        self.bias = bias
-        self.stride = stride
-
-    def forward(self, images: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        """The convolution of ``scale * images``. The kernels are scaled: they are fewer numbers."""
-        kernels = (self.weight * scale if scale != 1.0 else self.weight).permute(0, 3, 1, 2)
-        return F.conv2d(images.permute(0, 3, 1, 2), kernels, self.bias, self.stride).permute(0, 2, 3, 1)
-
-
-def blocks_of_4(images: torch.Tensor) -> torch.Tensor:
-    """[B, C, H, W] -> [B, H / 4, W / 4, C * 4 * 4]: blocks of 4 x 4 pixels, of which each number is a channel."""
-    batch, channels, height, width = images.shape
-    blocks = images.view(batch, channels, height // 4, 4, width // 4, 4).permute(0, 2, 4, 1, 3, 5)
-    return blocks.reshape(batch, height // 4, width // 4, channels * 16)
-
-
 class Agent(nn.Module):
-    """The network of https://doi.org/10.1038/nature14236, shared by a policy's and a value's head.
-
-    From one seed it computes what the reference's does, but keeps its parameters in the order in which they are used.
-    """
+    """The network of https://doi.org/10.1038/nature14236, shared by a policy's and a value's head."""
 
     def __init__(self, num_actions: int) -> None:
         super().__init__()
-        first, second, third = (
+        self.network = nn.Sequential(
             layer_init(nn.Conv2d(4, 32, 8, stride=4)),
+            nn.ReLU(),
             layer_init(nn.Conv2d(32, 64, 4, stride=2)),
+            nn.ReLU(),
             layer_init(nn.Conv2d(64, 64, 3, stride=1)),
+            nn.ReLU(),
+            nn.Flatten(),
+            layer_init(nn.Linear(64 * 7 * 7, 512)),
+            nn.ReLU(),
         )
-        # Of blocks, a kernel of 8 x 8 pixels has 2 x 2, and a stride of 4 pixels is one of 1.
-        self.conv1 = Conv(blocks_of_4(first.weight), first.bias, stride=1)
-        self.conv2 = Conv(second.weight.permute(0, 2, 3, 1), second.bias, stride=2)
-        self.conv3 = Conv(third.weight.permute(0, 2, 3, 1), third.bias, stride=1)
-        self.linear = layer_init(nn.Linear(64 * 7 * 7, 512))
-        self.linear.weight.data = self.linear.weight.data.view(512, 64, 49).mT.reshape(512, -1)
         self.actor = layer_init(nn.Linear(512, num_actions), std=0.01)
         self.critic = layer_init(nn.Linear(512, 1), std=1.0)
 
-    @staticmethod
-    def pack(obs: torch.Tensor) -> torch.Tensor:
-        """Observations uint8 [B, 4, 84, 84], as they are kept: [B, 21, 21, 64]"""
-        # Four pixels of a row are one number here, a quarter as many to move.
-        rows = obs.view(torch.int32).view(-1, 4, 21, 4, 21).permute(0, 2, 4, 1, 3)
-        return rows.reshape(-1, 21, 21, 16).view(torch.uint8)
-
-    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Packed uint8 [B, 21, 21, 64] -> logits of the actions [B, num_actions], value [B]"""
-        hidden = F.relu(self.conv1(obs.float(), scale=1 / 255))
-        hidden = F.relu(self.conv3(F.relu(self.conv2(hidden))))
-        hidden = F.relu(self.linear(hidden.flatten(1)))
+    def forward(self, obs: torch.Tensor) -> tuple[Categorical, torch.Tensor]:
+        """uint8 [B, 4, 84, 84] -> distribution of the actions [B], value [B]"""
+        hidden = self.network(obs / 255.0)
         # A value in bf16 would have three digits.
         with torch.autocast(obs.device.type, enabled=False):
             hidden = hidden.float()
-            return self.actor(hidden), self.critic(hidden).squeeze(-1)
+            return Categorical(logits=self.actor(hidden), validate_args=False), self.critic(hidden).squeeze(-1)
 
 
 # ----------------------------------------------------------------------------------------------------------- ROLLOUT
 
 
-@dataclass
-class Rollout:
-    """T steps of N environments, allocated once on the learner's device, so that graphs may hold their addresses.
+class Minibatch(NamedTuple):
+    """Steps that are learned from, [B, ...] each."""
 
-    The environments stand in G groups of n. Rows are the steps of the groups in the order in which they are acted
-    upon, row t * G + g; all but the last G are learned from, those hold what the last step led to.
+    obs: torch.Tensor
+    actions: torch.Tensor
+    logprobs: torch.Tensor
+    advantages: torch.Tensor
+    returns: torch.Tensor
+    values: torch.Tensor
+    weights: torch.Tensor  # 0 where a step only reset its environment, else 1
+
+
+class Rollout(Minibatch):
+    """T steps of N environments, and what the last one led to, in memory that is allocated once: [T + 1, N, ...] each.
+
+    Advantages, returns and weights are those of the first T alone.
     """
 
-    obs: torch.Tensor  # [(T + 1) * G, n, ...] packed
-    noise: torch.Tensor  # [(T + 1) * G, n, num_actions] Gumbel's, drawn before the rollout
-    actions: torch.Tensor  # [(T + 1) * G, n] int64
-    logprobs: torch.Tensor  # [(T + 1) * G, n]
-    values: torch.Tensor  # [(T + 1) * G, n]
-    advantages: torch.Tensor  # [T, N], like the two below
-    returns: torch.Tensor
-    weights: torch.Tensor  # 0 where a step only reset its environment
-    row: torch.Tensor  # [1] where the next action goes
-
     @classmethod
-    def allocate(cls, packed_obs: torch.Tensor, num_actions: int, args: Args) -> "Rollout":
-        """For observations like ``packed_obs`` [n, ...]."""
-        rows, num_envs = (args.num_steps + 1) * args.num_env_groups, len(packed_obs)
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=packed_obs.device)
-
+    def allocate(cls, obs: torch.Tensor, args: Args) -> "Rollout":
+        """For observations like ``obs`` [N, C, ...], on their device."""
+        shape = args.num_steps + 1, args.num_envs
+        channels, *size = obs.shape[1:]
         return cls(
-            obs=zeros(rows, *packed_obs.shape, dtype=packed_obs.dtype),
-            noise=zeros(rows, num_envs, num_actions),
-            actions=zeros(rows, num_envs, dtype=torch.int64),
-            logprobs=zeros(rows, num_envs),
-            values=zeros(rows, num_envs),
-            advantages=zeros(args.num_steps, args.num_envs),
-            returns=zeros(args.num_steps, args.num_envs),
-            weights=zeros(args.num_steps, args.num_envs),
-            row=zeros(1, dtype=torch.int64),
+            # Channels last, as the convolutions want them: nothing has to be rearranged in an update.
+            torch.zeros(*shape, *size, channels, dtype=obs.dtype, device=obs.device).movedim(-1, 2),
+            torch.zeros(shape, dtype=torch.int64, device=obs.device),
+            *(torch.zeros(shape, device=obs.device) for _ in range(5)),
         )
 
-    def minibatch(self, inds: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Rows ``inds`` of obs, actions, logprobs, advantages, returns, values, weights; steps and envs flattened."""
-        columns = (self.actions, self.logprobs, self.advantages, self.returns, self.values, self.weights)
-        return tuple(column.flatten(0, 1)[inds] for column in (self.obs, *columns))
+    def minibatch(self, inds: torch.Tensor) -> Minibatch:
+        """Rows ``inds`` [B], counted through steps and environments."""
+        return Minibatch(*(column.flatten(0, 1)[inds] for column in self))
 
 
 # ------------------------------------------------------------------------------------------------ TARGETS AND LOSSES
@@ -246,12 +205,22 @@ def compute_gae(
     gamma: float,
     gae_lambda: float,
 ) -> torch.Tensor:
-    """Generalised advantage estimation (https://arxiv.org/abs/1506.02438, equation 16), as a scan backwards in time.
+    """Generalised advantage estimation (https://arxiv.org/abs/1506.02438, equation 16).
 
-    Arguments and result as in ppo_atari_envpool.py.
+    ``values[t + 1]`` values the observation that step t led to, the true last one where step t ended an episode: it is
+    bootstrapped from unless the episode terminated, and ``dones`` (terminated or truncated) ends the sum. Advantages
+    of steps that only reset an environment mean nothing, and reach no other step.
+
+    Args:
+        rewards, terminations, dones: [T, N]; the flags as floats.
+        values: [T + 1, N].
+
+    Returns:
+        advantages [T, N]
     """
     deltas = rewards + gamma * values[1:] * (1.0 - terminations) - values[:-1]
     decays = gamma * gae_lambda * (1.0 - dones)
+    # advantages[t] = deltas[t] + decays[t] * advantages[t + 1]
     return linear_recurrence(deltas.flip(0), decays.flip(0)).flip(0)
 
 
@@ -266,13 +235,12 @@ def finish_rollout(
     """Fills the rollout's advantages, returns and weights.
 
     Args:
-        rewards, terminations, dones, resets: [T, N]; flags as floats.
+        rewards, terminations, dones, resets: [T, N]; flags as floats. ``resets`` marks steps that only reset.
     """
-    values = rollout.values.view(-1, args.num_envs)
-    advantages = compute_gae(rewards, values, terminations, dones, args.gamma, args.gae_lambda)
-    rollout.weights.copy_(1.0 - resets)
-    rollout.advantages.copy_(advantages)
-    rollout.returns.copy_(advantages + values[:-1])
+    advantages = compute_gae(rewards, rollout.values, terminations, dones, args.gamma, args.gae_lambda)
+    rollout.advantages[:-1] = advantages
+    rollout.returns[:-1] = advantages + rollout.values[:-1]
+    rollout.weights[:-1] = 1.0 - resets
 
 
 def weighted_mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -280,30 +248,22 @@ def weighted_mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return (x * weights).sum() / weights.sum().clamp(min=1.0)
 
 
-def ppo_loss(
-    logits: torch.Tensor,
-    newvalue: torch.Tensor,
-    actions: torch.Tensor,
-    logprobs: torch.Tensor,
-    advantages: torch.Tensor,
-    returns: torch.Tensor,
-    values: torch.Tensor,
-    weights: torch.Tensor,
-    args: Args,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """PPO's clipped loss over one minibatch.
+class Losses(NamedTuple):
+    """What is logged of an update, each a tensor without shape."""
 
-    Args:
-        logits, newvalue: what the agent says now, [B, num_actions] and [B].
-        actions and the others: [B]. ``weights`` is 0 for steps that only reset an environment, else 1.
+    policy_loss: torch.Tensor
+    value_loss: torch.Tensor
+    entropy: torch.Tensor
+    old_approx_kl: torch.Tensor
+    approx_kl: torch.Tensor
+    clipfrac: torch.Tensor
 
-    Returns:
-        the loss, and [6]: policy loss, value loss, entropy, old_approx_kl, approx_kl, clipfrac (detached).
-    """
-    all_logprobs = F.log_softmax(logits, 1)
-    newlogprob = all_logprobs.gather(1, actions.unsqueeze(1)).squeeze(1)
-    entropy = -(all_logprobs.exp() * all_logprobs).sum(1)
-    logratio = newlogprob - logprobs
+
+def ppo_loss(agent: Agent, minibatch: Minibatch, args: Args) -> tuple[torch.Tensor, Losses]:
+    """PPO's clipped loss over one minibatch, and its parts (detached)."""
+    obs, actions, logprobs, advantages, returns, values, weights = minibatch
+    probs, newvalue = agent(obs)
+    logratio = probs.log_prob(actions) - logprobs
     ratio = logratio.exp()
 
     # approx_kl: http://joschu.net/blog/kl-approx.html
@@ -327,75 +287,72 @@ def ppo_loss(
         v_loss = torch.max(v_loss, (v_clipped - returns) ** 2)
     v_loss = 0.5 * weighted_mean(v_loss, weights)
 
-    entropy_loss = weighted_mean(entropy, weights)
-    loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss
-    parts = torch.stack([pg_loss, v_loss, entropy_loss, old_approx_kl, approx_kl, clipfrac])
-    return loss, parts.detach()
-
-
-LOSS_NAMES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
+    entropy = weighted_mean(probs.entropy(), weights)
+    loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
+    losses = pg_loss, v_loss, entropy, old_approx_kl, approx_kl, clipfrac
+    return loss, Losses(*(x.detach() for x in losses))
 
 
 # ------------------------------------------------------------------------------------------------------------ UPDATE
 
 
-def make_update(agent: Agent, optimizer: FlatAdam, rollout: Rollout, args: Args) -> Callable:
-    """The function ``update(mb_inds) -> parts`` that takes one gradient step, as one graph."""
-    device_type = optimizer.params.device.type
+def make_update(agent: Agent, optimizer: Adam, rollout: Rollout, args: Args) -> Callable:
+    """The function ``update(mb_inds) -> losses`` [6] (of Losses) that takes one gradient step."""
+    device_type = rollout.obs.device.type
 
     def update(mb_inds: torch.Tensor) -> torch.Tensor:
-        obs, *rest = rollout.minibatch(mb_inds)
-
-        def loss_fn(params: dict[str, torch.Tensor]):
-            with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
-                outputs = torch.func.functional_call(agent, params, (obs,))
-                return ppo_loss(*outputs, *rest, args)
-
-        # torch.func instead of .backward(), which breaks the graph in three.
-        grads, parts = torch.func.grad(loss_fn, has_aux=True)(optimizer.unflatten(optimizer.params))
-        optimizer.step(clip_grad_norm(optimizer.flatten(grads), args.max_grad_norm))
-        return parts
+        with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
+            loss, losses = ppo_loss(agent, rollout.minibatch(mb_inds), args)
+        loss.backward()
+        # TorchInductor's code for CPUs has no way into foreach's norm but a slow one.
+        nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=device_type == "cuda")
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.stack(losses)
 
     return update
+
+
+def train_epoch(update: Callable, b_inds: torch.Tensor, args: Args) -> torch.Tensor:
+    """One ``update`` for each minibatch of the rows ``b_inds``; returns the last one's losses [6]."""
+    for mb_inds in b_inds.split(len(b_inds) // args.num_minibatches):
+        losses = update(mb_inds)
+    return losses
 
 
 # ------------------------------------------------------------------------------------------------------------ ACTING
 
 
-def make_policy_step(agent: Agent, rollout: Rollout, args: Args) -> tuple[Callable, Callable]:
+def make_policy_step(agent: Agent, rollout: Rollout, noise: torch.Tensor, args: Args) -> tuple[Callable, Callable]:
     """The functions that act.
+
+    Args:
+        noise: [(T + 1) * G, n, num_actions] for G groups of n environments, row t * G + g for step t of group g.
 
     Returns:
         ``policy_step(obs)``: [n, ...] -> actions [n] of one group, whose step it writes to the rollout's next row;
-        ``start()``: to be called before each rollout, takes the learner's parameters and draws the noise.
+        ``start()``: to be called before each rollout, draws the noise.
     """
     device_type = rollout.obs.device.type
-    rounded = {}
-    if args.amp == "bf16":
-        # Matrices are rounded once per rollout, which autocast would do at every step.
-        rounded = {n: p.detach().bfloat16() for n, p in agent.named_parameters() if n == "linear.weight"}
+    row = torch.zeros(1, dtype=torch.int64, device=noise.device)  # where the next step goes
+    # In the order of their memory: of any other view, TorchInductor would copy all steps to write one.
+    columns = rollout.obs.movedim(2, -1), rollout.actions, rollout.logprobs, rollout.values
+    rows = [column.flatten(0, 1).unflatten(0, noise.shape[:2]) for column in columns]
 
     def start() -> None:
-        for name, copy in rounded.items():
-            copy.copy_(agent.get_parameter(name))
-        rollout.noise.exponential_().log_().neg_()
-        rollout.row.zero_()
+        noise.exponential_().log_().neg_()
+        row.zero_()
 
+    @torch.no_grad()
     def policy_step(obs: torch.Tensor) -> torch.Tensor:
-        packed = agent.pack(obs)
         with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
-            logits, value = torch.func.functional_call(agent, rounded, (packed,))
+            probs, values = agent(obs)
         # A sample of the softmax: https://en.wikipedia.org/wiki/Gumbel_distribution#Gumbel_reparameterization_tricks
-        actions = (logits + rollout.noise.index_select(0, rollout.row).squeeze(0)).argmax(1)
-        logprobs = F.log_softmax(logits, 1).gather(1, actions.unsqueeze(1)).squeeze(1)
-        for column, step in (
-            (rollout.obs, packed),
-            (rollout.actions, actions),
-            (rollout.logprobs, logprobs),
-            (rollout.values, value),
-        ):
-            column.index_copy_(0, rollout.row, step.unsqueeze(0))
-        rollout.row.add_(1)
+        actions = (probs.logits + noise.index_select(0, row).squeeze(0)).argmax(1)
+        steps = obs.movedim(1, -1), actions, probs.log_prob(actions), values
+        for column, step in zip(rows, steps, strict=True):
+            column.index_copy_(0, row, step.unsqueeze(0))
+        row.add_(1)
         return actions
 
     return policy_step, start
@@ -412,8 +369,8 @@ def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray
 
     @torch.no_grad()
     def policy(obs: np.ndarray) -> np.ndarray:
-        logits, _ = agent(agent.pack(torch.as_tensor(obs)))
-        return torch.multinomial(F.softmax(logits, 1), 1, generator=generator).squeeze(1).numpy()
+        probs, _ = agent(torch.from_numpy(obs))
+        return torch.multinomial(probs.probs, 1, generator=generator).squeeze(1).numpy()
 
     return policy
 
@@ -421,34 +378,57 @@ def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray
 # ------------------------------------------------------------------------------------------------------- EXECUTABLES
 
 
-def make_executables(policy_step: Callable, update: Callable, args: Args, device: torch.device) -> tuple[Callable, ...]:
+def make_executables(policy_step: Callable, update: Callable, obs: torch.Tensor, args: Args) -> tuple[Callable, ...]:
     """``policy_step`` and ``update``, compiled and captured as the flags say, with what moves their inputs around them.
+
+    Args:
+        obs: [n, ...], what ``policy_step`` takes; its memory is used.
 
     Returns:
         ``act(obs)``: a pool's observations [n, ...] -> actions [n], both NumPy's arrays;
-        ``train_epoch(b_inds)``: one update for each minibatch of the rows ``b_inds``; returns the last one's parts.
+        ``train(b_inds)``: an epoch over the rows ``b_inds``; returns the last minibatch's losses.
     """
-    executable = partial(make_executable, device=device, compile=args.compile, cudagraphs=args.cudagraphs)
+    device = obs.device
+    cudagraphs = args.cudagraphs and not args.one_graph
+    executable = partial(make_executable, device=device, compile=args.compile, cudagraphs=cudagraphs)
     policy_step, update = executable(policy_step), executable(update)
 
     def act(obs: np.ndarray) -> np.ndarray:
         return policy_step(torch.from_numpy(obs).to(device)).cpu().numpy()
 
-    return act, partial(each_minibatch, update, args)
+    def train(b_inds: torch.Tensor) -> torch.Tensor:
+        return train_epoch(update, b_inds, args)
 
+    if not args.one_graph:
+        return act, train
 
-def each_minibatch(update: Callable, args: Args, b_inds: torch.Tensor) -> torch.Tensor:
-    """Calls ``update`` on the minibatches of ``b_inds``, one after the other; returns the last one's parts."""
-    for mb_inds in b_inds.split(args.num_envs * args.num_steps // args.num_minibatches):
-        parts = update(mb_inds)
-    return parts
+    # One graph acts, from the frames in pinned memory to the actions in pinned memory, and one trains for an epoch: so
+    # --target-kl can stop between epochs.
+    obs_cpu, actions_cpu = pinned_like(obs), pinned_like(obs.new_zeros(len(obs), dtype=torch.int64))
+    inds = torch.zeros(args.num_envs * args.num_steps, dtype=torch.int64, device=device)
+
+    def copy_and_act() -> None:
+        actions_cpu.copy_(policy_step(obs.copy_(obs_cpu, non_blocking=True)), non_blocking=True)
+
+    acting, epoch = (Captured(fn, torch.cuda.Stream(device)) for fn in (copy_and_act, partial(train, inds)))
+
+    def captured_act(obs: np.ndarray) -> np.ndarray:
+        obs_cpu.numpy()[:] = obs
+        acting()
+        synchronize(device)
+        return actions_cpu.numpy().copy()
+
+    def captured_train(b_inds: torch.Tensor) -> torch.Tensor:
+        inds.copy_(b_inds)
+        return epoch()
+
+    return captured_act, captured_train
 
 
 # -------------------------------------------------------------------------------------------------------------- MAIN
 
 
-@torch.no_grad()
-def main(args: Args, make_executables: Callable = make_executables, script_file: str = __file__) -> None:
+def main(args: Args) -> None:
     validate(args)
     device = resolve_device(args)
     num_threads = args.num_threads or available_cores()
@@ -469,31 +449,33 @@ def main(args: Args, make_executables: Callable = make_executables, script_file:
     num_actions = int(pools[0].single_action_space.n)
 
     seed_everything(args.seed)
-    agent = Agent(num_actions).to(device)
-    optimizer = FlatAdam(agent, lr=args.learning_rate, eps=1e-5)
+    agent = Agent(num_actions).to(device, memory_format=torch.channels_last)
+    optimizer = Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
     next_obs = [pool.reset()[0] for pool in pools]
-    rollout = Rollout.allocate(agent.pack(torch.from_numpy(next_obs[0]).to(device)), num_actions, args)
-    policy_step, start_rollout = make_policy_step(agent, rollout, args)
+    obs = torch.from_numpy(next_obs[0]).to(device)
+    rollout = Rollout.allocate(obs, args)
+    noise = torch.zeros((args.num_steps + 1) * len(groups), group_size, num_actions, device=device)
+    policy_step, start_rollout = make_policy_step(agent, rollout, noise, args)
     update = make_update(agent, optimizer, rollout, args)
-    act, train_epoch = make_executables(policy_step, update, args, device)
+    act, train = make_executables(policy_step, update, obs, args)
     games = EpisodeStatistics(args.num_envs)
 
     def state_dict() -> dict:
         return {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
 
-    with Run(args, script_file, device, total_steps=num_iterations * batch_size) as run:
+    with Run(args, __file__, device, total_steps=num_iterations * batch_size) as run:
         if run.resumed is not None:
             agent.load_state_dict(run.resumed["agent"])
             optimizer.load_state_dict(run.resumed["optimizer"])
 
-        with run.warmup(), untouched([*optimizer.tensors(), rollout.row], device):
+        with run.warmup(), untouched(state_dict(), device):
             # TorchInductor builds the number of threads into a CPU's kernels, so each is compiled with its own.
             for _ in range(WARMUP_CALLS if args.cudagraphs else 1):
-                rollout.row.zero_()
+                start_rollout()
                 torch.set_num_threads(1)
                 act(next_obs[0])
                 torch.set_num_threads(num_threads)
-                train_epoch(torch.arange(batch_size, device=device))
+                train(torch.arange(batch_size, device=device))
 
         # What the environments return, on the CPU until the end of the rollout.
         shape = args.num_steps, args.num_envs
@@ -507,7 +489,7 @@ def main(args: Args, make_executables: Callable = make_executables, script_file:
                 break
             if args.anneal_lr:
                 frac = 1.0 - (iteration - 1.0) / num_iterations
-                optimizer.lr.fill_(frac * args.learning_rate)
+                optimizer.param_groups[0]["lr"].fill_(frac * args.learning_rate)
 
             # A second thread of PyTorch's would wait for work by spinning, on a core that the environments need.
             torch.set_num_threads(1)
@@ -527,6 +509,7 @@ def main(args: Args, make_executables: Callable = make_executables, script_file:
             torch.set_num_threads(num_threads)
             run.global_step += batch_size
 
+            # Where a step only resets its environment (NEXT_STEP autoreset).
             resets = np.concatenate([last_dones[None], dones[:-1]])
             last_dones = dones[-1].copy()
             # A lost life ends the episode that is learned from; what is reported are whole games.
@@ -535,17 +518,17 @@ def main(args: Args, make_executables: Callable = make_executables, script_file:
             finish_rollout(rollout, *outcome, args)
 
             for _ in range(args.update_epochs):
-                parts = train_epoch(torch.randperm(batch_size, device=device))
+                losses = train(torch.randperm(batch_size, device=device))
                 run.optimizer_steps += args.num_minibatches
-                if args.target_kl is not None and parts[LOSS_NAMES.index("approx_kl")] > args.target_kl:
+                if args.target_kl is not None and Losses(*losses).approx_kl > args.target_kl:
                     break
 
-            live = rollout.weights > 0
-            y_true, y_pred = rollout.returns[live], rollout.values.view(-1, args.num_envs)[:-1][live]
+            live = rollout.weights[:-1] > 0
+            y_true, y_pred = rollout.returns[:-1][live], rollout.values[:-1][live]
             explained_variance = 1 - (y_true - y_pred).var() / y_true.var()
-            losses = {f"losses/{name}": value for name, value in zip(LOSS_NAMES, parts.tolist(), strict=True)}
+            losses = {f"losses/{name}": value for name, value in Losses(*losses.tolist())._asdict().items()}
             losses["losses/explained_variance"] = explained_variance.item()
-            run.log({"charts/learning_rate": optimizer.lr.item(), **losses})
+            run.log({"charts/learning_rate": float(optimizer.param_groups[0]["lr"]), **losses})
             if run.checkpoint_due():
                 run.checkpoint(state_dict())
 

@@ -3,7 +3,7 @@
 Paper: https://arxiv.org/abs/1707.06347. Algorithm, names, hyperparameters and structure follow CleanRL's
 https://docs.cleanrl.dev/rl-algorithms/ppo/#ppo_continuous_actionpy; what differs: episodes that run out of time are
 bootstrapped from their true last observation, and steps that only reset an environment are left out of the loss.
-Its fast sibling, which computes the same numbers, is ppo_continuous_action_torchcompile.py.
+ppo_continuous_action_torchcompile.py is the same program, made fast.
 
     python leanrl/ppo_continuous_action.py --env-id HalfCheetah-v5
     python leanrl/ppo_continuous_action.py --env-id Hopper-v5 --seed 2 --save-model --capture-video
@@ -13,7 +13,7 @@ Measured speed and learning curves: doc/benchmarks/ppo_continuous_action.md
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -29,6 +29,7 @@ from leanrl.support.errors import bad, require_at_least, require_positive, requi
 from leanrl.support.evaluation import require_video
 from leanrl.support.layers import Float32Linear
 from leanrl.support.run import Run, seed_everything
+from leanrl.support.scan import linear_recurrence
 
 
 @dataclass
@@ -125,16 +126,44 @@ class Agent(nn.Module):
         self.actor_logstd = nn.Parameter(torch.zeros(1, action_dim))
 
     def get_value(self, obs: torch.Tensor) -> torch.Tensor:
-        """[B, obs_dim] -> [B]"""
+        """[..., obs_dim] -> [...]"""
         return self.critic(obs).squeeze(-1)
 
-    def get_action_and_value(self, obs: torch.Tensor, action: torch.Tensor | None = None):
-        """[B, obs_dim] -> action [B, action_dim] (sampled unless given), log-probability, entropy, value [B]"""
+    def get_policy(self, obs: torch.Tensor) -> Normal:
+        """[..., obs_dim] -> the distribution of each number of the actions [..., action_dim]"""
         action_mean = self.actor_mean(obs)
-        probs = Normal(action_mean, self.actor_logstd.expand_as(action_mean).exp())
-        if action is None:
-            action = probs.sample()
-        return action, probs.log_prob(action).sum(1), probs.entropy().sum(1), self.get_value(obs)
+        return Normal(action_mean, self.actor_logstd.exp().expand_as(action_mean), validate_args=False)
+
+
+# ----------------------------------------------------------------------------------------------------------- ROLLOUT
+
+
+class Minibatch(NamedTuple):
+    """Steps that are learned from, [B, ...] each."""
+
+    obs: torch.Tensor  # normalised
+    actions: torch.Tensor  # as sampled, not clipped
+    logprobs: torch.Tensor
+    advantages: torch.Tensor
+    returns: torch.Tensor
+    values: torch.Tensor
+    weights: torch.Tensor  # 0 where a step only reset its environment, else 1
+
+
+class Rollout(Minibatch):
+    """T steps of N environments, and what the last one led to, in memory that is allocated once: [T + 1, N, ...] each.
+
+    All but observations and values are those of the first T alone.
+    """
+
+    @classmethod
+    def allocate(cls, num_steps: int, num_envs: int, obs_dim: int, action_dim: int, device: torch.device) -> "Rollout":
+        shapes = (obs_dim,), (action_dim,), (), (), (), (), ()
+        return cls(*(torch.zeros((num_steps + 1, num_envs, *shape), device=device) for shape in shapes))
+
+    def minibatch(self, inds: torch.Tensor) -> Minibatch:
+        """Rows ``inds`` [B], counted through steps and environments."""
+        return Minibatch(*(column.flatten(0, 1)[inds] for column in self))
 
 
 # ------------------------------------------------------------------------------------------------ TARGETS AND LOSSES
@@ -161,12 +190,10 @@ def compute_gae(
     Returns:
         advantages [T, N]
     """
-    advantages = torch.zeros_like(rewards)
-    lastgaelam = torch.zeros_like(rewards[0])
-    for t in reversed(range(len(rewards))):
-        delta = rewards[t] + gamma * values[t + 1] * (1.0 - terminations[t]) - values[t]
-        advantages[t] = lastgaelam = delta + gamma * gae_lambda * (1.0 - dones[t]) * lastgaelam
-    return advantages
+    deltas = rewards + gamma * values[1:] * (1.0 - terminations) - values[:-1]
+    decays = gamma * gae_lambda * (1.0 - dones)
+    # advantages[t] = deltas[t] + decays[t] * advantages[t + 1]
+    return linear_recurrence(deltas.flip(0), decays.flip(0)).flip(0)
 
 
 def weighted_mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -174,34 +201,28 @@ def weighted_mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return (x * weights).sum() / weights.sum().clamp(min=1.0)
 
 
-def ppo_loss(
-    agent: Agent,
-    obs: torch.Tensor,
-    actions: torch.Tensor,
-    logprobs: torch.Tensor,
-    advantages: torch.Tensor,
-    returns: torch.Tensor,
-    values: torch.Tensor,
-    weights: torch.Tensor,
-    args: Args,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """PPO's clipped loss over one minibatch.
+class Losses(NamedTuple):
+    """What is logged of an update, each a tensor without shape."""
 
-    Args:
-        obs, actions: [B, ...]; the others [B]. ``weights`` is 0 for steps that only reset an environment, else 1.
+    policy_loss: torch.Tensor
+    value_loss: torch.Tensor
+    entropy: torch.Tensor
+    old_approx_kl: torch.Tensor
+    approx_kl: torch.Tensor
+    clipfrac: torch.Tensor
 
-    Returns:
-        the loss, and [6]: policy loss, value loss, entropy, old_approx_kl, approx_kl, clipfrac (detached).
-    """
-    _, newlogprob, entropy, newvalue = agent.get_action_and_value(obs, actions)
-    logratio = newlogprob - logprobs
+
+def ppo_loss(agent: Agent, minibatch: Minibatch, args: Args) -> tuple[torch.Tensor, Losses]:
+    """PPO's clipped loss over one minibatch, and its parts (detached)."""
+    obs, actions, logprobs, advantages, returns, values, weights = minibatch
+    probs, newvalue = agent.get_policy(obs), agent.get_value(obs)
+    logratio = probs.log_prob(actions).sum(1) - logprobs
     ratio = logratio.exp()
 
-    with torch.no_grad():
-        # approx_kl: http://joschu.net/blog/kl-approx.html
-        old_approx_kl = weighted_mean(-logratio, weights)
-        approx_kl = weighted_mean((ratio - 1) - logratio, weights)
-        clipfrac = weighted_mean(((ratio - 1.0).abs() > args.clip_coef).float(), weights)
+    # approx_kl: http://joschu.net/blog/kl-approx.html
+    old_approx_kl = weighted_mean(-logratio, weights)
+    approx_kl = weighted_mean((ratio - 1) - logratio, weights)
+    clipfrac = weighted_mean(((ratio - 1.0).abs() > args.clip_coef).float(), weights)
 
     if args.norm_adv:
         mean = weighted_mean(advantages, weights)
@@ -219,30 +240,28 @@ def ppo_loss(
         v_loss = torch.max(v_loss, (v_clipped - returns) ** 2)
     v_loss = 0.5 * weighted_mean(v_loss, weights)
 
-    entropy_loss = weighted_mean(entropy, weights)
-    loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss
-    parts = torch.stack([pg_loss, v_loss, entropy_loss, old_approx_kl, approx_kl, clipfrac])
-    return loss, parts.detach()
-
-
-LOSS_NAMES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
+    entropy = weighted_mean(probs.entropy().sum(1), weights)
+    loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
+    losses = pg_loss, v_loss, entropy, old_approx_kl, approx_kl, clipfrac
+    return loss, Losses(*(x.detach() for x in losses))
 
 
 # ------------------------------------------------------------------------------------------------------------ UPDATE
 
 
-def make_update(agent: Agent, optimizer: torch.optim.Adam, args: Args) -> Callable:
-    """The function ``update(minibatch) -> parts`` that takes one gradient step; ``minibatch`` is ppo_loss's tensors."""
-    device_type = next(agent.parameters()).device.type
+def make_update(agent: Agent, optimizer: torch.optim.Adam, rollout: Rollout, args: Args) -> Callable:
+    """The function ``update(mb_inds) -> losses`` [6] (of Losses) that takes one gradient step."""
+    device_type = rollout.obs.device.type
 
-    def update(*minibatch: torch.Tensor) -> torch.Tensor:
+    def update(mb_inds: torch.Tensor) -> torch.Tensor:
         with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
-            loss, parts = ppo_loss(agent, *minibatch, args)
-        optimizer.zero_grad()
+            loss, losses = ppo_loss(agent, rollout.minibatch(mb_inds), args)
         loss.backward()
-        nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+        # TorchInductor's code for CPUs has no way into foreach's norm but a slow one.
+        nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=device_type == "cuda")
         optimizer.step()
-        return parts
+        optimizer.zero_grad()
+        return torch.stack(losses)
 
     return update
 
@@ -308,15 +327,16 @@ def main(args: Args) -> None:
         require_video(args.env_id)
     envs = make_envs(args.env_id, args.num_envs, args.seed, start=resumed_step(args.resume))
     require_continuous_actions(envs, args.env_id)
-    obs_shape, action_shape = envs.single_observation_space.shape, envs.single_action_space.shape
+    obs_dim, action_dim = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
 
     seed_everything(args.seed)
     envs = wrap_envs(envs, args.gamma)
     obs_normalizer = find_wrapper(envs, gym.wrappers.vector.NormalizeObservation)
     reward_normalizer = find_wrapper(envs, gym.wrappers.vector.NormalizeReward)
-    agent = Agent(obs_shape[0], action_shape[0]).to(device)
+    agent = Agent(obs_dim, action_dim).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
-    update = make_update(agent, optimizer, args)
+    rollout = Rollout.allocate(args.num_steps, args.num_envs, obs_dim, action_dim, device)
+    update = make_update(agent, optimizer, rollout, args)
 
     def state_dict() -> dict:
         return {
@@ -333,16 +353,7 @@ def main(args: Args) -> None:
             load_rms_state(obs_normalizer.obs_rms, run.resumed["obs_rms"])
             load_rms_state(reward_normalizer.return_rms, run.resumed["return_rms"])
 
-        # Rollout storage. obs and values hold one step more: what the last step led to.
-        obs = torch.zeros((args.num_steps + 1, args.num_envs) + obs_shape, device=device)
-        actions = torch.zeros((args.num_steps, args.num_envs) + action_shape, device=device)
-        logprobs = torch.zeros((args.num_steps, args.num_envs), device=device)
-        rewards = torch.zeros((args.num_steps, args.num_envs), device=device)
-        terminations = torch.zeros((args.num_steps, args.num_envs), device=device)
-        dones = torch.zeros((args.num_steps, args.num_envs), device=device)
-        values = torch.zeros((args.num_steps + 1, args.num_envs), device=device)
-        weights = torch.zeros((args.num_steps, args.num_envs), device=device)
-
+        rewards, terminations, dones = torch.zeros((3, args.num_steps, args.num_envs), device=device)
         next_obs = torch.as_tensor(envs.reset()[0], device=device)
         # 1 where the next step only resets its environment (NEXT_STEP autoreset).
         next_reset = torch.zeros(args.num_envs, device=device)
@@ -357,13 +368,17 @@ def main(args: Args) -> None:
                 optimizer.param_groups[0]["lr"] = frac * args.learning_rate
 
             for step in range(args.num_steps):
-                obs[step] = next_obs
-                weights[step] = 1.0 - next_reset
+                rollout.obs[step] = next_obs
+                rollout.weights[step] = 1.0 - next_reset
                 with torch.no_grad():
-                    actions[step], logprobs[step], _, values[step] = agent.get_action_and_value(next_obs)
+                    probs = agent.get_policy(next_obs)
+                    action = probs.sample()
+                    rollout.actions[step] = action
+                    rollout.logprobs[step] = probs.log_prob(action).sum(1)
+                    rollout.values[step] = agent.get_value(next_obs)
 
                 # The clipped action goes to the environment, the sampled one into the loss.
-                next_obs, reward, terminated, truncated, infos = envs.step(actions[step].cpu().numpy())
+                next_obs, reward, terminated, truncated, infos = envs.step(action.cpu().numpy())
                 next_obs = torch.as_tensor(next_obs, device=device)
                 rewards[step] = torch.as_tensor(reward, device=device)
                 terminations[step] = torch.as_tensor(terminated, device=device)
@@ -371,34 +386,31 @@ def main(args: Args) -> None:
                 if "episode" in infos:
                     ended = infos["_episode"]
                     run.record_episodes(infos["episode"]["r"][ended], infos["episode"]["l"][ended])
-            obs[args.num_steps] = next_obs
             run.global_step += batch_size
 
             with torch.no_grad():
-                values[args.num_steps] = agent.get_value(next_obs)
-                advantages = compute_gae(rewards, values, terminations, dones, args.gamma, args.gae_lambda)
-                returns = advantages + values[:-1]
+                rollout.obs[-1] = next_obs
+                rollout.values[-1] = agent.get_value(next_obs)
+                advantages = compute_gae(rewards, rollout.values, terminations, dones, args.gamma, args.gae_lambda)
+                rollout.advantages[:-1] = advantages
+                rollout.returns[:-1] = advantages + rollout.values[:-1]
 
-            b_obs = obs[:-1].reshape((-1,) + obs_shape)
-            b_actions = actions.reshape((-1,) + action_shape)
-            batch = (b_obs, b_actions) + tuple(
-                x.reshape(-1) for x in (logprobs, advantages, returns, values[:-1], weights)
-            )
             for _ in range(args.update_epochs):
                 b_inds = torch.randperm(batch_size, device=device)
                 for mb_inds in b_inds.split(minibatch_size):
-                    parts = update(*(x[mb_inds] for x in batch))
+                    losses = update(mb_inds)
                     run.optimizer_steps += 1
-                if args.target_kl is not None and parts[LOSS_NAMES.index("approx_kl")] > args.target_kl:
+                if args.target_kl is not None and Losses(*losses).approx_kl > args.target_kl:
                     break
             if iteration == first_iteration < num_iterations:  # a GPU's libraries are set up with the first update
                 run.start_clock()
 
-            y_true, y_pred = returns[weights > 0], values[:-1][weights > 0]
+            live = rollout.weights > 0
+            y_true, y_pred = rollout.returns[live], rollout.values[live]
             explained_variance = 1 - (y_true - y_pred).var() / y_true.var()
-            losses = {f"losses/{name}": value for name, value in zip(LOSS_NAMES, parts.tolist(), strict=True)}
+            losses = {f"losses/{name}": value for name, value in Losses(*losses.tolist())._asdict().items()}
             losses["losses/explained_variance"] = explained_variance.item()
-            run.log({"charts/learning_rate": optimizer.param_groups[0]["lr"], **losses})
+            run.log({"charts/learning_rate": float(optimizer.param_groups[0]["lr"]), **losses})
             if run.checkpoint_due():
                 run.checkpoint(state_dict())
 

@@ -1,31 +1,30 @@
 """Proximal Policy Optimization (PPO) with continuous actions, made fast with torch.compile and CUDA graphs.
 
-The same algorithm and numbers as ppo_continuous_action.py (read that first; a diff of the two is the documentation of
-what was made fast). ``--compile`` and ``--cudagraphs`` switch each lever by itself.
+The same program as ppo_continuous_action.py: read that first, a diff of the two shows what was made fast. ``--compile``
+and ``--cudagraphs`` switch each lever by itself.
 
     python leanrl/ppo_continuous_action_torchcompile.py --env-id HalfCheetah-v5 --compile
     python leanrl/ppo_continuous_action_torchcompile.py --num-envs 64 --env-backend envpool --compile
     python leanrl/ppo_continuous_action_torchcompile.py --compile --cudagraphs      # on a CUDA device
 
 What is different, each with its measured gain in doc/optimizations.md:
-- a step of the environment costs one call: normalise, write to the rollout, act. Values and log-probabilities do not
-  decide the action, so they wait for the end of the rollout and are computed there in one batch, as are the
-  normalised rewards and GAE (by a scan);
-- a minibatch costs one call: gather, loss, gradient by torch.func, clipping and Adam over one flat vector.
+- a minibatch costs one call: gather, loss, backward, clipping and Adam are one graph;
+- a step of the environment costs one call: normalise, write to the rollout, act with noise drawn before. What does not
+  decide an action (values, log-probabilities, normalised rewards) waits for the end of the rollout, for one batch.
 
 Measured speed and learning curves: doc/benchmarks/ppo_continuous_action.md
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn as nn
+from torch.distributions.normal import Normal
 
 from leanrl.support.checkpoints import resumed_step
 from leanrl.support.cli import RunArgs, run_script
@@ -38,7 +37,7 @@ from leanrl.support.executables import WARMUP_CALLS, make_executable, untouched
 from leanrl.support.inductor import mlp_as_sums
 from leanrl.support.layers import Float32Linear
 from leanrl.support.normalization import RewardNormalizer, RunningMoments
-from leanrl.support.optim import FlatAdam, clip_grad_norm
+from leanrl.support.optim import Adam
 from leanrl.support.run import Run, seed_everything
 from leanrl.support.scan import linear_recurrence
 
@@ -143,61 +142,44 @@ class Agent(nn.Module):
         self.actor_logstd = nn.Parameter(torch.zeros(1, action_dim))
 
     def get_value(self, obs: torch.Tensor) -> torch.Tensor:
-        """[B, obs_dim] -> [B]"""
+        """[..., obs_dim] -> [...]"""
         return self.critic(obs).squeeze(-1)
 
-    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[B, obs_dim] -> action mean [B, action_dim], log of its standard deviation [1, action_dim], value [B]"""
-        return self.actor_mean(obs), self.actor_logstd, self.get_value(obs)
-
-
-def gaussian_logprob(noise: torch.Tensor, logstd: torch.Tensor) -> torch.Tensor:
-    """Log-density of ``mean + exp(logstd) * noise`` under Normal(mean, exp(logstd)), summed over the last dimension.
-
-    What torch.distributions.Normal computes, less its checks and objects.
-    """
-    return (-0.5 * noise**2 - logstd - 0.5 * math.log(2 * math.pi)).sum(-1)
+    def get_policy(self, obs: torch.Tensor) -> Normal:
+        """[..., obs_dim] -> the distribution of each number of the actions [..., action_dim]"""
+        action_mean = self.actor_mean(obs)
+        return Normal(action_mean, self.actor_logstd.exp().expand_as(action_mean), validate_args=False)
 
 
 # ----------------------------------------------------------------------------------------------------------- ROLLOUT
 
 
-@dataclass
-class Rollout:
-    """T steps of N environments, allocated once on the learner's device, so that graphs may hold their addresses."""
+class Minibatch(NamedTuple):
+    """Steps that are learned from, [B, ...] each."""
 
-    obs: torch.Tensor  # [T + 1, N, obs_dim] normalised; the last is what the last step led to
-    noise: torch.Tensor  # [T, N, action_dim] standard normal, drawn before the rollout
-    actions: torch.Tensor  # [T, N, action_dim] as sampled, not clipped
-    logprobs: torch.Tensor  # [T, N], like the four below
+    obs: torch.Tensor  # normalised
+    actions: torch.Tensor  # as sampled, not clipped
+    logprobs: torch.Tensor
     advantages: torch.Tensor
     returns: torch.Tensor
     values: torch.Tensor
-    weights: torch.Tensor  # 0 where a step only reset its environment
-    step: torch.Tensor  # [1] where the next action goes
+    weights: torch.Tensor  # 0 where a step only reset its environment, else 1
+
+
+class Rollout(Minibatch):
+    """T steps of N environments, and what the last one led to, in memory that is allocated once: [T + 1, N, ...] each.
+
+    All but observations and values are those of the first T alone.
+    """
 
     @classmethod
     def allocate(cls, num_steps: int, num_envs: int, obs_dim: int, action_dim: int, device: torch.device) -> "Rollout":
-        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
+        shapes = (obs_dim,), (action_dim,), (), (), (), (), ()
+        return cls(*(torch.zeros((num_steps + 1, num_envs, *shape), device=device) for shape in shapes))
 
-        return cls(
-            obs=zeros(num_steps + 1, num_envs, obs_dim),
-            noise=zeros(num_steps, num_envs, action_dim),
-            actions=zeros(num_steps, num_envs, action_dim),
-            logprobs=zeros(num_steps, num_envs),
-            advantages=zeros(num_steps, num_envs),
-            returns=zeros(num_steps, num_envs),
-            values=zeros(num_steps, num_envs),
-            weights=zeros(num_steps, num_envs),
-            step=zeros(1, dtype=torch.int64),
-        )
-
-    def minibatch(self, inds: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Rows ``inds`` of obs, actions, logprobs, advantages, returns, values, weights; steps and envs flattened."""
-        columns = (self.logprobs, self.advantages, self.returns, self.values, self.weights)
-        rows = (self.obs[:-1].flatten(0, 1)[inds], self.actions.flatten(0, 1)[inds])
-        return rows + tuple(column.flatten()[inds] for column in columns)
+    def minibatch(self, inds: torch.Tensor) -> Minibatch:
+        """Rows ``inds`` [B], counted through steps and environments."""
+        return Minibatch(*(column.flatten(0, 1)[inds] for column in self))
 
 
 # ------------------------------------------------------------------------------------------------ TARGETS AND LOSSES
@@ -211,38 +193,23 @@ def compute_gae(
     gamma: float,
     gae_lambda: float,
 ) -> torch.Tensor:
-    """Generalised advantage estimation (https://arxiv.org/abs/1506.02438, equation 16), as a scan backwards in time.
+    """Generalised advantage estimation (https://arxiv.org/abs/1506.02438, equation 16).
 
-    Arguments and result as in ppo_continuous_action.py.
+    ``values[t + 1]`` values the observation that step t led to, the true last one where step t ended an episode: it is
+    bootstrapped from unless the episode terminated, and ``dones`` (terminated or truncated) ends the sum. Advantages
+    of steps that only reset an environment mean nothing, and reach no other step.
+
+    Args:
+        rewards, terminations, dones: [T, N]; the flags as floats.
+        values: [T + 1, N].
+
+    Returns:
+        advantages [T, N]
     """
     deltas = rewards + gamma * values[1:] * (1.0 - terminations) - values[:-1]
     decays = gamma * gae_lambda * (1.0 - dones)
+    # advantages[t] = deltas[t] + decays[t] * advantages[t + 1]
     return linear_recurrence(deltas.flip(0), decays.flip(0)).flip(0)
-
-
-def finish_rollout(
-    agent: Agent,
-    rollout: Rollout,
-    normalize_rewards: RewardNormalizer,
-    rewards: torch.Tensor,
-    terminations: torch.Tensor,
-    dones: torch.Tensor,
-    resets: torch.Tensor,
-    args: Args,
-) -> None:
-    """Fills the rollout's values, log-probabilities, advantages, returns and weights, all steps in one batch.
-
-    Args:
-        rewards, terminations, dones, resets: [T, N]; raw rewards, and flags as floats.
-    """
-    rollout.weights.copy_(1.0 - resets)
-    rewards = normalize_rewards(rewards, terminations, rollout.weights)
-    values = agent.get_value(rollout.obs)
-    advantages = compute_gae(rewards, values, terminations, dones, args.gamma, args.gae_lambda)
-    rollout.values.copy_(values[:-1])
-    rollout.advantages.copy_(advantages)
-    rollout.returns.copy_(advantages + values[:-1])
-    rollout.logprobs.copy_(gaussian_logprob(rollout.noise, agent.actor_logstd))
 
 
 def weighted_mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -250,29 +217,22 @@ def weighted_mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return (x * weights).sum() / weights.sum().clamp(min=1.0)
 
 
-def ppo_loss(
-    action_mean: torch.Tensor,
-    action_logstd: torch.Tensor,
-    newvalue: torch.Tensor,
-    actions: torch.Tensor,
-    logprobs: torch.Tensor,
-    advantages: torch.Tensor,
-    returns: torch.Tensor,
-    values: torch.Tensor,
-    weights: torch.Tensor,
-    args: Args,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """PPO's clipped loss over one minibatch.
+class Losses(NamedTuple):
+    """What is logged of an update, each a tensor without shape."""
 
-    Args:
-        action_mean, action_logstd, newvalue: what the agent says now.
-        actions: [B, action_dim]; the others [B]. ``weights`` is 0 for steps that only reset an environment, else 1.
+    policy_loss: torch.Tensor
+    value_loss: torch.Tensor
+    entropy: torch.Tensor
+    old_approx_kl: torch.Tensor
+    approx_kl: torch.Tensor
+    clipfrac: torch.Tensor
 
-    Returns:
-        the loss, and [6]: policy loss, value loss, entropy, old_approx_kl, approx_kl, clipfrac (detached).
-    """
-    newlogprob = gaussian_logprob((actions - action_mean) * torch.exp(-action_logstd), action_logstd)
-    logratio = newlogprob - logprobs
+
+def ppo_loss(agent: Agent, minibatch: Minibatch, args: Args) -> tuple[torch.Tensor, Losses]:
+    """PPO's clipped loss over one minibatch, and its parts (detached)."""
+    obs, actions, logprobs, advantages, returns, values, weights = minibatch
+    probs, newvalue = agent.get_policy(obs), agent.get_value(obs)
+    logratio = probs.log_prob(actions).sum(1) - logprobs
     ratio = logratio.exp()
 
     # approx_kl: http://joschu.net/blog/kl-approx.html
@@ -296,36 +256,28 @@ def ppo_loss(
         v_loss = torch.max(v_loss, (v_clipped - returns) ** 2)
     v_loss = 0.5 * weighted_mean(v_loss, weights)
 
-    # The same for every row, since the deviation does not depend on the state.
-    entropy = (0.5 + 0.5 * math.log(2 * math.pi) + action_logstd).sum()
-    entropy_loss = weighted_mean(entropy, weights)
-    loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss
-    parts = torch.stack([pg_loss, v_loss, entropy_loss, old_approx_kl, approx_kl, clipfrac])
-    return loss, parts.detach()
-
-
-LOSS_NAMES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
+    entropy = weighted_mean(probs.entropy().sum(1), weights)
+    loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
+    losses = pg_loss, v_loss, entropy, old_approx_kl, approx_kl, clipfrac
+    return loss, Losses(*(x.detach() for x in losses))
 
 
 # ------------------------------------------------------------------------------------------------------------ UPDATE
 
 
-def make_update(agent: Agent, optimizer: FlatAdam, rollout: Rollout, args: Args) -> Callable:
-    """The function ``update(mb_inds) -> parts`` that takes one gradient step, as one graph."""
-    device_type = optimizer.params.device.type
+def make_update(agent: Agent, optimizer: Adam, rollout: Rollout, args: Args) -> Callable:
+    """The function ``update(mb_inds) -> losses`` [6] (of Losses) that takes one gradient step."""
+    device_type = rollout.obs.device.type
 
     def update(mb_inds: torch.Tensor) -> torch.Tensor:
-        obs, *rest = rollout.minibatch(mb_inds)
-
-        def loss_fn(params: dict[str, torch.Tensor]):
-            with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
-                outputs = torch.func.functional_call(agent, params, (obs,))
-                return ppo_loss(*outputs, *rest, args)
-
-        # torch.func instead of .backward(), which breaks the graph in three.
-        grads, parts = torch.func.grad(loss_fn, has_aux=True)(optimizer.unflatten(optimizer.params))
-        optimizer.step(clip_grad_norm(optimizer.flatten(grads), args.max_grad_norm))
-        return parts
+        with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
+            loss, losses = ppo_loss(agent, rollout.minibatch(mb_inds), args)
+        loss.backward()
+        # TorchInductor's code for CPUs has no way into foreach's norm but a slow one.
+        nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=device_type == "cuda")
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.stack(losses)
 
     return update
 
@@ -333,30 +285,43 @@ def make_update(agent: Agent, optimizer: FlatAdam, rollout: Rollout, args: Args)
 # ------------------------------------------------------------------------------------------------------------ ACTING
 
 
-def make_policy(
-    agent: Agent, obs_moments: RunningMoments, rollout: Rollout, low: np.ndarray, high: np.ndarray, as_sums: bool
+def make_acting(
+    agent: Agent,
+    obs_moments: RunningMoments,
+    rollout: Rollout,
+    noise: torch.Tensor,
+    row: torch.Tensor,
+    low: np.ndarray,
+    high: np.ndarray,
+    as_sums: bool,
 ) -> tuple[Callable, Callable, Callable]:
     """The functions that take part in every step of the environment.
 
+    Args:
+        noise: [T + 1, N, action_dim], standard normal, drawn before each rollout.
+        row: [1], where the rollout is written next; acting counts it up.
+        low, high: [action_dim], bounds of the actions.
+        as_sums: act with mlp_as_sums.
+
     Returns:
-        ``observe(raw_obs)``: [N, obs_dim] is merged into the moments and written, normalised, to the rollout's step;
-        ``act()``: an action [N, action_dim] for that step, clipped to the environment's bounds;
+        ``observe(raw_obs)``: [N, obs_dim] is merged into the moments and written, normalised, to the rollout's row;
+        ``act()``: an action [N, action_dim] for that row, clipped to the bounds;
         ``policy_step(raw_obs)``: both.
     """
     low, high = (torch.as_tensor(bound, device=rollout.obs.device) for bound in (low, high))
 
     def observe(raw_obs: torch.Tensor) -> None:
         obs_moments.update(raw_obs)
-        rollout.obs.index_copy_(0, rollout.step, obs_moments.normalize(raw_obs).unsqueeze(0))
+        rollout.obs.index_copy_(0, row, obs_moments.normalize(raw_obs).unsqueeze(0))
 
+    @torch.no_grad()
     def act() -> torch.Tensor:
-        obs = rollout.obs.index_select(0, rollout.step).squeeze(0)
+        obs = rollout.obs.index_select(0, row).squeeze(0)
         mean = mlp_as_sums(agent.actor_mean, obs) if as_sums else agent.actor_mean(obs)
-        noise = rollout.noise.index_select(0, rollout.step).squeeze(0)
-        action = mean + agent.actor_logstd.exp() * noise
+        action = mean + agent.actor_logstd.exp() * noise.index_select(0, row).squeeze(0)
         # The clipped action goes to the environment, the sampled one into the loss.
-        rollout.actions.index_copy_(0, rollout.step, action.unsqueeze(0))
-        rollout.step.add_(1)
+        rollout.actions.index_copy_(0, row, action.unsqueeze(0))
+        row.add_(1)
         return torch.clamp(action, low, high)
 
     def policy_step(raw_obs: torch.Tensor) -> torch.Tensor:
@@ -364,6 +329,31 @@ def make_policy(
         return act()
 
     return observe, act, policy_step
+
+
+@torch.no_grad()
+def finish_rollout(
+    agent: Agent,
+    rollout: Rollout,
+    normalize_rewards: RewardNormalizer,
+    rewards: torch.Tensor,
+    terminations: torch.Tensor,
+    dones: torch.Tensor,
+    resets: torch.Tensor,
+    args: Args,
+) -> None:
+    """Fills in what does not decide an action, all steps in one batch.
+
+    Args:
+        rewards, terminations, dones, resets: [T, N]; raw rewards, and flags as floats.
+    """
+    rollout.weights[:-1] = 1.0 - resets
+    rollout.logprobs.copy_(agent.get_policy(rollout.obs).log_prob(rollout.actions).sum(-1))
+    rollout.values.copy_(agent.get_value(rollout.obs))
+    rewards = normalize_rewards(rewards, terminations, rollout.weights[:-1])
+    advantages = compute_gae(rewards, rollout.values, terminations, dones, args.gamma, args.gae_lambda)
+    rollout.advantages[:-1] = advantages
+    rollout.returns[:-1] = advantages + rollout.values[:-1]
 
 
 def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
@@ -393,7 +383,6 @@ def make_executables(policy_step: Callable, update: Callable, args: Args, device
 # -------------------------------------------------------------------------------------------------------------- MAIN
 
 
-@torch.no_grad()
 def main(args: Args) -> None:
     validate(args)
     device = resolve_device(args)
@@ -411,13 +400,15 @@ def main(args: Args) -> None:
 
     seed_everything(args.seed)
     agent = Agent(obs_dim, action_dim).to(device)
-    optimizer = FlatAdam(agent, lr=args.learning_rate, eps=1e-5)
+    optimizer = Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
     rollout = Rollout.allocate(args.num_steps, args.num_envs, obs_dim, action_dim, device)
+    noise = torch.zeros_like(rollout.actions)
     obs_moments = RunningMoments.start((obs_dim,), device)
     normalize_rewards = RewardNormalizer(args.num_envs, args.gamma, device)
     bounds = envs.single_action_space.low, envs.single_action_space.high
     as_sums = args.compile and device.type == "cpu" and args.num_envs == 1
-    observe, act, policy_step = make_policy(agent, obs_moments, rollout, *bounds, as_sums)
+    row = torch.zeros(1, dtype=torch.int64, device=device)
+    observe, act, policy_step = make_acting(agent, obs_moments, rollout, noise, row, *bounds, as_sums)
     update = make_update(agent, optimizer, rollout, args)
     policy_step, update = make_executables(policy_step, update, args, device)
 
@@ -442,15 +433,13 @@ def main(args: Args) -> None:
         if device.type == "cuda":
             obs_cpu = obs_cpu.pin_memory()
         raw_obs = obs_cpu.to(device)
-        with run.warmup():
-            touched = [*optimizer.tensors(), *obs_moments.tensors(), rollout.obs, rollout.actions, rollout.step]
-            with untouched(touched, device):
-                for _ in range(WARMUP_CALLS if args.compile or args.cudagraphs else 1):
-                    rollout.step.zero_()
-                    torch.set_num_threads(1)
-                    policy_step(raw_obs)
-                    torch.set_num_threads(num_threads)
-                    update(torch.arange(minibatch_size, device=device))
+        with run.warmup(), untouched(state_dict(), device):
+            for _ in range(WARMUP_CALLS if args.compile or args.cudagraphs else 1):
+                row.zero_()
+                torch.set_num_threads(1)
+                policy_step(raw_obs)
+                torch.set_num_threads(num_threads)
+                update(torch.arange(minibatch_size, device=device))
 
         # What the environments say, on the CPU until the end of the rollout.
         rewards = np.zeros((args.num_steps, args.num_envs))
@@ -458,7 +447,7 @@ def main(args: Args) -> None:
         dones = np.zeros((args.num_steps, args.num_envs), bool)
         last_dones = np.zeros(args.num_envs, bool)
         episodes = EpisodeStatistics(args.num_envs)
-        rollout.step.fill_(args.num_steps)
+        row.fill_(args.num_steps)
         observe(raw_obs)
         run.restore_rng()
         run.start_clock()
@@ -467,13 +456,13 @@ def main(args: Args) -> None:
                 break
             if args.anneal_lr:
                 frac = 1.0 - (iteration - 1.0) / num_iterations
-                optimizer.lr.fill_(frac * args.learning_rate)
+                optimizer.param_groups[0]["lr"].fill_(frac * args.learning_rate)
 
             # A second thread of PyTorch's would wait for work by spinning, on a core that the environments need.
             torch.set_num_threads(1)
             rollout.obs[0] = rollout.obs[-1]
-            rollout.noise.normal_()
-            rollout.step.zero_()
+            noise.normal_()
+            row.zero_()
             action = act()
             for step in range(args.num_steps):
                 obs, rewards[step], terminations[step], truncated, _ = envs.step(action.cpu().numpy())
@@ -496,17 +485,17 @@ def main(args: Args) -> None:
             for _ in range(args.update_epochs):
                 b_inds = torch.randperm(batch_size, device=device)
                 for mb_inds in b_inds.split(minibatch_size):
-                    parts = update(mb_inds)
+                    losses = update(mb_inds)
                     run.optimizer_steps += 1
-                if args.target_kl is not None and parts[LOSS_NAMES.index("approx_kl")] > args.target_kl:
+                if args.target_kl is not None and Losses(*losses).approx_kl > args.target_kl:
                     break
 
             live = rollout.weights > 0
             y_true, y_pred = rollout.returns[live], rollout.values[live]
             explained_variance = 1 - (y_true - y_pred).var() / y_true.var()
-            losses = {f"losses/{name}": value for name, value in zip(LOSS_NAMES, parts.tolist(), strict=True)}
+            losses = {f"losses/{name}": value for name, value in Losses(*losses.tolist())._asdict().items()}
             losses["losses/explained_variance"] = explained_variance.item()
-            run.log({"charts/learning_rate": optimizer.lr.item(), **losses})
+            run.log({"charts/learning_rate": float(optimizer.param_groups[0]["lr"]), **losses})
             if run.checkpoint_due():
                 run.checkpoint(state_dict())
 

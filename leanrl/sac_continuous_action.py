@@ -186,7 +186,14 @@ def alpha_loss(log_alpha: torch.Tensor, log_pi: torch.Tensor, target_entropy: fl
     return (-log_alpha.exp() * (log_pi + target_entropy)).mean()
 
 
-LOSS_NAMES = ("qf1_values", "qf2_values", "qf1_loss", "qf2_loss", "actor_loss", "alpha", "alpha_loss")
+class Losses(NamedTuple):
+    """What is logged of an update, which writes it here."""
+
+    qf_values: torch.Tensor  # [2], one number for each critic
+    qf_loss: torch.Tensor  # [2]
+    actor_loss: torch.Tensor  # [1]
+    alpha: torch.Tensor  # [1]
+    alpha_loss: torch.Tensor  # [1]
 
 
 # ------------------------------------------------------------------------------------------------------------ UPDATE
@@ -219,16 +226,16 @@ def make_update(
     a_optimizer: torch.optim.Adam,
     replay: Replay,
     args: Args,
-) -> tuple[Callable, torch.Tensor]:
-    """The function that trains on one batch, and the losses [7] (LOSS_NAMES) that it writes.
+) -> tuple[Callable, Losses]:
+    """The function that trains on one batch, and the losses that it writes.
 
     ``update(with_actor, with_targets)``: the flags say whether this update trains the actor too (and the entropy
     coefficient ``log_alpha.exp()``), and moves the targets.
     """
     device = replay.rows.device
     target_entropy = -float(len(actor.low))
-    losses = torch.zeros(len(LOSS_NAMES), device=device)
-    losses[5] = log_alpha.detach().exp()[0]
+    losses = Losses(*(torch.zeros(size, device=device) for size in (2, 2, 1, 1, 1)))
+    losses.alpha.copy_(log_alpha.detach().exp())
     params, target_params = list(critics.parameters()), list(critics_target.parameters())
 
     def autocast():
@@ -241,11 +248,12 @@ def make_update(
             with torch.no_grad():
                 next_q_value = sac_target(actor, critics_target, log_alpha.exp(), batch, noise.target, args)
             q_values = critics(batch.obs, batch.actions)
-            qf_losses = critic_loss(q_values, next_q_value)
-        qf_losses.sum().backward()
+            qf_loss = critic_loss(q_values, next_q_value)
+        qf_loss.sum().backward()
         q_optimizer.step()
         q_optimizer.zero_grad()
-        losses[:4] = torch.cat([q_values.detach().mean(1), qf_losses.detach()])
+        losses.qf_values.copy_(q_values.detach().mean(1))
+        losses.qf_loss.copy_(qf_loss.detach())
 
         if with_actor:
             for i in range(args.policy_frequency):  # makes up for the delay
@@ -254,7 +262,7 @@ def make_update(
                 pi_loss.backward(inputs=list(actor.parameters()))
                 actor_optimizer.step()
                 actor_optimizer.zero_grad()
-                losses[4] = pi_loss.detach()
+                losses.actor_loss.copy_(pi_loss.detach())
 
                 if args.autotune:
                     with torch.no_grad(), autocast():
@@ -263,8 +271,8 @@ def make_update(
                     a_loss.backward()
                     a_optimizer.step()
                     a_optimizer.zero_grad()
-                    losses[6] = a_loss.detach()
-                losses[5] = log_alpha.detach().exp()[0]
+                    losses.alpha_loss.copy_(a_loss.detach())
+                losses.alpha.copy_(log_alpha.detach().exp())
 
         if with_targets:
             with torch.no_grad():
@@ -340,7 +348,7 @@ def main(args: Args) -> None:
         q_optimizer=q_optimizer,
         a_optimizer=a_optimizer,
         log_alpha=log_alpha,
-        losses=losses,
+        **losses._asdict(),
     )
 
     with Run(args, __file__, device, total_steps=args.total_timesteps // args.num_envs * args.num_envs) as run:
@@ -377,7 +385,7 @@ def main(args: Args) -> None:
                 run.start_clock()
 
             if run.log_due():
-                run.log(named_losses(run, LOSS_NAMES, losses))
+                run.log(named_losses(run, losses))
             if run.checkpoint_due():
                 run.checkpoint(state.state_dict())
 

@@ -14,7 +14,7 @@ Measured speed and learning curves: doc/benchmarks/td3_continuous_action.md
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -153,7 +153,12 @@ def critic_loss(q_values: torch.Tensor, next_q_value: torch.Tensor) -> torch.Ten
     return ((q_values - next_q_value) ** 2).mean(1)
 
 
-LOSS_NAMES = ("qf1_values", "qf2_values", "qf1_loss", "qf2_loss", "actor_loss")
+class Losses(NamedTuple):
+    """What is logged of an update, which writes it here."""
+
+    qf_values: torch.Tensor  # [2], one number for each critic
+    qf_loss: torch.Tensor  # [2]
+    actor_loss: torch.Tensor  # [1]
 
 
 # ------------------------------------------------------------------------------------------------------------ UPDATE
@@ -168,10 +173,10 @@ def make_update(
     q_optimizer: torch.optim.Adam,
     replay: Replay,
     args: Args,
-) -> tuple[Callable, torch.Tensor]:
-    """The function ``update(with_actor)`` that trains on one batch, and the losses [5] (LOSS_NAMES) that it writes."""
+) -> tuple[Callable, Losses]:
+    """The function ``update(with_actor)`` that trains on one batch, and the losses that it writes."""
     device = replay.rows.device
-    losses = torch.zeros(len(LOSS_NAMES), device=device)
+    losses = Losses(*(torch.zeros(size, device=device) for size in (2, 2, 1)))
     params, target_params = (
         [parameter for network in networks for parameter in network.parameters()]
         for networks in ((actor, critics), (actor_target, critics_target))
@@ -187,11 +192,12 @@ def make_update(
             with torch.no_grad():
                 next_q_value = td3_target(actor_target, critics_target, batch, noise, args)
             q_values = critics(batch.obs, batch.actions)
-            qf_losses = critic_loss(q_values, next_q_value)
-        qf_losses.sum().backward()
+            qf_loss = critic_loss(q_values, next_q_value)
+        qf_loss.sum().backward()
         q_optimizer.step()
         q_optimizer.zero_grad()
-        losses[:4] = torch.cat([q_values.detach().mean(1), qf_losses.detach()])
+        losses.qf_values.copy_(q_values.detach().mean(1))
+        losses.qf_loss.copy_(qf_loss.detach())
 
         if with_actor:
             with autocast():
@@ -199,7 +205,7 @@ def make_update(
             actor_loss.backward(inputs=list(actor.parameters()))
             actor_optimizer.step()
             actor_optimizer.zero_grad()
-            losses[4] = actor_loss.detach()
+            losses.actor_loss.copy_(actor_loss.detach())
             with torch.no_grad():
                 torch._foreach_lerp_(target_params, params, args.tau)
 
@@ -270,7 +276,7 @@ def main(args: Args) -> None:
         critics_target=critics_target,
         actor_optimizer=actor_optimizer,
         q_optimizer=q_optimizer,
-        losses=losses,
+        **losses._asdict(),
     )
 
     with Run(args, __file__, device, total_steps=args.total_timesteps // args.num_envs * args.num_envs) as run:
@@ -304,7 +310,7 @@ def main(args: Args) -> None:
                 run.start_clock()
 
             if run.log_due():
-                run.log(named_losses(run, LOSS_NAMES, losses))
+                run.log(named_losses(run, losses))
             if run.checkpoint_due():
                 run.checkpoint(state.state_dict())
 

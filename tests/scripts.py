@@ -20,6 +20,7 @@ from leanrl.support.checkpoints import load_last_checkpoint
 from leanrl.support.cli import run_script
 from leanrl.support.run import Run
 from leanrl.support.tracking import read_metrics
+from leanrl.tools.common import run_tool
 
 SOURCE = Path(__file__).parents[1] / "leanrl"
 ON_POLICY_REFERENCES = ["ppo_continuous_action", "ppo_atari_envpool"]
@@ -30,9 +31,8 @@ OFF_POLICY = [name for r in OFF_POLICY_REFERENCES for name in (r, f"{r}_torchcom
 SCRIPTS = ON_POLICY + OFF_POLICY
 ATARI = [name for name in ON_POLICY if "atari" in name]
 FAST_SCRIPTS = [name for name in SCRIPTS if name.endswith("_torchcompile")]
-# On a CPU it is its sibling, but for the command line.
-ONEGRAPH_SCRIPTS = ["ppo_atari_envpool_onegraph"]
-# What support/ does for it, it does for its fast rung too, which takes half the time.
+ONE_GRAPH_SCRIPTS = [name for name in FAST_SCRIPTS if name.startswith(("sac", "td3", "ppo_atari"))]
+# What support/ does for it, it does for its fast variant too, which takes half the time.
 LONG_SCRIPTS = ["ppo_atari_envpool"]
 # One of each kind, for what all scripts leave to support/.
 KINDS = ["ppo_continuous_action", "td3_continuous_action_torchcompile"]
@@ -57,7 +57,6 @@ def tiny_num_envs(script: str) -> int:
 
 def tiny(script: str) -> list[str]:
     """Flags of a run of seconds, with a log point each 64 steps."""
-    script = script.replace("_onegraph", "_torchcompile")
     flags = ["--device=cpu", "--num-threads=1", f"--env-id={tiny_env(script)}"]
     if script in ON_POLICY:  # rollouts of 64 steps, 4 gradient steps each
         num_envs = tiny_num_envs(script)
@@ -161,3 +160,18 @@ def leaves(state) -> list:
 def files_in(folder: Path) -> dict[Path, bytes | None]:
     """Everything below ``folder``, with the contents of the files."""
     return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def run_tool_in_process(monkeypatch, tool, *argv) -> int:
+    """What ``python -m leanrl.tools.TOOL ARGV`` exits with."""
+    monkeypatch.setattr(sys, "argv", [tool.__name__, *map(str, argv)])
+    with pytest.raises(SystemExit) as end:
+        run_tool(tool.main, tool.Args)
+    return end.value.code
+
+
+def cells(table: str) -> list[list[str]]:
+    """The body of a markdown table."""
+    lines = [line for line in table.splitlines() if line.startswith("|")]
+    assert len({len(line) for line in lines}) == 1, "columns do not line up"
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 from leanrl.sebulba.actor import make_act
 from leanrl.sebulba.algorithm import Shards
 from leanrl.sebulba.rollout import Rollout
-from leanrl.support.optim import Adam, FlatAdam
+from leanrl.support.layers import Float32
+from leanrl.support.optim import Adam
 from leanrl.support.replay import LastStep, Replay
 
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -36,6 +37,12 @@ class Watch(TorchDispatchMode):
         if seen - {"meta"} or operation is torch.ops.aten._local_scalar_dense.default:
             self.off_device.append(str(operation))
         return result
+
+
+def without_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autocast has no meta device."""
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(Float32, "forward", lambda layer, x: super(Float32, layer).forward(x))
 
 
 TIMESTEP = torch.zeros(NUM_ENVS, OBS_DIM + 3, device=META)
@@ -85,8 +92,9 @@ def ppo():
     agent = script.Agent(OBS_DIM, len(LOW)).to(META)
     rollout = script.Rollout.allocate(16, NUM_ENVS, OBS_DIM, len(LOW), META)
     moments = script.RunningMoments.start((OBS_DIM,), META)
-    *_, policy_step = script.make_policy(agent, moments, rollout, LOW, HIGH, as_sums=False)
-    update = script.make_update(agent, FlatAdam(agent, lr=1e-3, eps=1e-5), rollout, script.Args())
+    noise, row = torch.zeros_like(rollout.actions), torch.zeros(1, dtype=torch.int64, device=META)
+    *_, policy_step = script.make_acting(agent, moments, rollout, noise, row, LOW, HIGH, as_sums=False)
+    update = script.make_update(agent, Adam(agent.parameters(), lr=1e-3, eps=1e-5), rollout, script.Args())
     obs = torch.zeros(NUM_ENVS, OBS_DIM, dtype=torch.float64, device=META)
     inds = torch.arange(8, device=META)
     return [lambda: policy_step(obs), lambda: update(inds)]
@@ -95,11 +103,11 @@ def ppo():
 def ppo_atari():
     script = importlib.import_module("leanrl.ppo_atari_envpool_torchcompile")
     args = script.Args(num_envs=NUM_ENVS, num_steps=4)
-    agent = script.Agent(3).to(META)
+    agent = script.Agent(3).to(META, memory_format=torch.channels_last)
     obs = torch.zeros(NUM_ENVS, 4, 84, 84, dtype=torch.uint8, device=META)
-    rollout = script.Rollout.allocate(agent.pack(obs), 3, args)
-    policy_step, _ = script.make_policy_step(agent, rollout, args)
-    update = script.make_update(agent, script.FlatAdam(agent, lr=1e-3, eps=1e-5), rollout, args)
+    rollout = script.Rollout.allocate(obs, args)
+    policy_step, _ = script.make_policy_step(agent, rollout, torch.zeros(5, NUM_ENVS, 3, device=META), args)
+    update = script.make_update(agent, Adam(agent.parameters(), lr=1e-3, eps=1e-5), rollout, args)
     inds = torch.arange(8, device=META)
     return [lambda: policy_step(obs), lambda: update(inds)]
 
@@ -129,9 +137,8 @@ def cleanba_impala():
     "make", [td3, sac, dqn, ppo, ppo_atari, cleanba_ppo, cleanba_impala], ids=lambda make: make.__name__
 )
 def test_nothing_leaves_the_device(make, monkeypatch):
-    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # has no meta device
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)
-    backward = make in (td3, sac, dqn)
+    without_autocast(monkeypatch)
+    backward = make in FORMER_OPERATIONS
     with torch.no_grad():
         steps = make() if not backward else None
     for captured in steps or make():
@@ -144,15 +151,20 @@ def test_nothing_leaves_the_device(make, monkeypatch):
 
 
 # Operations of commit 6b6cff2, whose updates were written out over flat vectors: observe, update, update with the actor
-# and act; DQN's are greedy, learn and update.
-FORMER_OPERATIONS = {td3: [26, 151, 271, 24], sac: [26, 176, 644, 39], dqn: [9, 128, 104]}
+# and act; DQN's are greedy, learn and update; PPO's act and update.
+FORMER_OPERATIONS = {
+    td3: [26, 151, 271, 24],
+    sac: [26, 176, 644, 39],
+    dqn: [9, 128, 104],
+    ppo: [45, 287],
+    ppo_atari: [52, 288],
+}
 
 
 @pytest.mark.parametrize("make", FORMER_OPERATIONS, ids=lambda make: make.__name__)
 def test_few_operations_are_launched(make, monkeypatch):
     """Each is a launch on a GPU, where nothing is compiled: loops over parameters would multiply them."""
-    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # has no meta device
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)
+    without_autocast(monkeypatch)
     for captured, former in zip(make(), FORMER_OPERATIONS[make], strict=True):
         captured()
         with Watch() as watch:

@@ -1,4 +1,4 @@
-"""Hyperparameters and initialisation: those of the algorithms' sources, and the same in both rungs."""
+"""Hyperparameters and initialisation: those of the algorithms' sources, and the same in both variants."""
 
 import importlib
 from dataclasses import fields
@@ -66,7 +66,7 @@ def test_ppo_starts_orthogonal(script):
 
 
 def test_atari_starts_orthogonal():
-    """The fast rung's network computes what this one does: test_ppo_atari.py."""
+    """The fast variant's network computes what this one does: test_ppo_atari.py."""
     agent = importlib.import_module("leanrl.ppo_atari_envpool").Agent(4)
     layers = [layer for layer in agent.network if hasattr(layer, "weight")]
     assert_orthogonal([*layers, agent.actor, agent.critic], (*[2**0.5] * 4, 0.01, 1.0))

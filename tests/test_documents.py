@@ -4,17 +4,22 @@ import importlib
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import tyro
+from scripts import ONE_GRAPH_SCRIPTS
 
+from leanrl.tools import compare, trials
+from leanrl.tools.peers import PEERS
 from leanrl.tools.trials import REPOSITORY, SCRIPTS
 
 TOOLS = sorted(path.stem for path in (SCRIPTS / "tools").glob("*.py") if "run_tool(main, Args)" in path.read_text())
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "doc").rglob("*.md"))]
 DOCUMENTS += [*sorted(SCRIPTS.glob("[!_]*.py")), *sorted((SCRIPTS / "tools").glob("[!_]*.py"))]
 COMMAND = r"(?:\./run\.sh|torchrun|python leanrl/|python -m leanrl)"
+LINES = ("PPO", "SAC", "TD3", "DQN", "PPO-Atari")
 # Words that stand for something, and lines that give more than one command.
 PLACEHOLDERS = re.compile(r"\b(SCRIPT|TOOL|AMP|ENV|FLAGS|SEED)\b|\[|\.\.\.|…")
 
@@ -49,9 +54,11 @@ def check_tool(name: str, flags: list[str]) -> None:
     args = tyro.cli(importlib.import_module(f"leanrl.tools.{name}").Args, args=flags)
     if script_args := getattr(args, "script_args", ()):
         # Of the scripts that the tool runs; the tool sets what else they need.
-        scripts = next(getattr(args, field) for field in ("scripts", "algorithm", "script") if hasattr(args, field))
+        scripts = next(getattr(args, field) for field in ("contenders", "scripts", "script") if hasattr(args, field))
         for entry in [scripts] if isinstance(scripts, str) else scripts:
-            tyro.cli(importlib.import_module(f"leanrl.{entry.split(':')[0]}").Args, args=script_args)
+            who, *own = entry.split()
+            script = PEERS[who].script if who in PEERS else who.split(":")[0]
+            tyro.cli(importlib.import_module(f"leanrl.{script}").Args, args=[*script_args, *own])
 
 
 def check(command: str) -> None:
@@ -60,17 +67,22 @@ def check(command: str) -> None:
         start = next(i for i, word in enumerate(words) if word.endswith(".py"))
         check_script(Path(words[start]).stem, words[start + 1 :])
     elif program == "python" and words[0] == "-m":
-        if words[1] != "leanrl.tools.peer_worker":  # takes two words before its flags
+        if words[1] == "leanrl.tools.peers":
+            check_script(PEERS[words[2]].script, words[3:])
+        else:
             check_tool(words[1].removeprefix("leanrl.tools."), words[2:])
     elif program == "python":
         check_script(Path(words[0]).stem, words[1:])
+    elif words and words[0] == "bench":
+        assert set(words[1:2]) <= set(LINES)
+        check_tool("compare", words[2:])
     elif words and words[0] not in ("test", "--help"):
         name, *flags = words
         script = name.removesuffix(".py")
         if (SCRIPTS / f"{script}.py").exists():
             check_script(script, flags)
         else:
-            check_tool({"bench": "peers"}.get(name, name), flags)
+            check_tool(name, flags)
 
 
 CASES = [(path, command) for path in DOCUMENTS for command in dict.fromkeys(commands_in(path))]
@@ -94,9 +106,38 @@ def test_run_sh_lists_every_tool():
     assert set(TOOLS) <= set(re.findall(r"\w+", usage))
 
 
-@pytest.mark.parametrize("algorithm", ["sac", "td3"])
-def test_run_sh_says_what_is_called_now(algorithm):
-    old, now = (f"{algorithm}_continuous_action_{name}" for name in ("onegraph", "torchcompile"))
+@pytest.mark.parametrize("bf16_units", [True, False], ids=["bf16", "no bf16"])
+@pytest.mark.parametrize("line", LINES)
+def test_bench_is_a_call_of_compare(line, bf16_units, tmp_path, monkeypatch):
+    """Which takes what run.sh gives it, up to the first run; flags that are added win."""
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(
+        '#!/bin/sh\n[ "$2" != leanrl.tools.compare ] || printf "%s\\n" START "$@"\n'
+        f"case $2 in *has_bf16_units*) exit {int(not bf16_units)} ;; esac\n"
+    )
+    python.chmod(0o755)
+    (tmp_path / "run.sh").write_text((REPOSITORY / "run.sh").read_text())
+    (tmp_path / "requirements").symlink_to(REPOSITORY / "requirements")
+    call = ["bash", tmp_path / "run.sh", "bench", line, "--seeds", "7", "--out", str(tmp_path / "out")]
+    call += ["--", "--gamma", "0.9"]
+    out = subprocess.run(call, capture_output=True, text=True, check=True).stdout
+    words = out.split("START\n")[1].splitlines()
+    args = tyro.cli(compare.Args, args=words[2:])
+    assert args.seeds == (7,) and f"sb3:{line}" in args.contenders and args.max_seconds is None
+    assert args.script_args[-2:] == ("--gamma", "0.9")
+    in_bf16 = [contender for contender in args.contenders if contender.endswith("--amp bf16")]
+    assert len(in_bf16) == (bf16_units and line in ("SAC", "TD3", "PPO-Atari"))
+    monkeypatch.setattr(trials, "require_peer", lambda who, name: None)
+    monkeypatch.setattr(trials, "lack", lambda levers, device: None)
+    monkeypatch.setattr(compare, "run_trials", lambda *_: sys.exit("the first run"))
+    with pytest.raises(SystemExit, match="the first run"):
+        compare.main(args)
+
+
+@pytest.mark.parametrize("now", ONE_GRAPH_SCRIPTS)
+def test_run_sh_says_what_is_called_now(now):
+    old = now.replace("torchcompile", "onegraph")
     call = subprocess.run([REPOSITORY / "run.sh", old, "--compile"], capture_output=True, text=True, timeout=120)
     assert (call.returncode, call.stdout) == (2, "")
     assert call.stderr == f"run.sh: {old} is a mode now: ./run.sh {now} --compile --one-graph\n"

@@ -24,7 +24,7 @@ def test_the_compiled_rung_learns_to_balance_a_pole(tmp_path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("script", [name for name in ON_POLICY if name not in ATARI])
 def test_both_rungs_balance_a_pole(script: str, tmp_path) -> None:
-    """Seeds 1 to 3 had 837 to 854 with the compiled rung."""
+    """Seeds 1 to 3 had 837 to 854 with the compiled variant."""
     assert mean_return(script, tmp_path, "InvertedPendulum-v5", 102_400) > 650
 
 

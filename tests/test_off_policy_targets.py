@@ -24,7 +24,7 @@ OBS_DIM, BATCH_SIZE, NUM_UPDATES = 5, 32, 4
 
 
 def scripts_of(name):
-    """Both rungs of an algorithm, as modules."""
+    """Both variants of an algorithm, as modules."""
     return [importlib.import_module(f"leanrl.{script}") for script in OFF_POLICY if script.startswith(name)]
 
 
@@ -107,7 +107,7 @@ def test_networks_in_either_precision(module):
     bias_inside = name_of(module).startswith("dqn")
     if bias_inside:
         network, inputs = module.QNetwork(OBS_DIM, 3), (obs,)
-        slow = {"values": [p.T for p in network.parameters()]}
+        slow = {"values": [p.t() for p in network.parameters()]}
     else:
         network, inputs = module.Critics(OBS_DIM, 2), (obs, actions)
         slow = {i: qf_parameters(network, i) for i in (0, 1)}
@@ -203,7 +203,7 @@ def test_sac_update_is_the_papers(autotune):
         assert_same_way(ours, theirs, old, tolerance=5e-3)
     torch.testing.assert_close(log_alpha, slow[2], rtol=1e-5, atol=1e-8)
     assert torch.equal(log_alpha, start[2]) != autotune
-    assert losses[5].item() == pytest.approx(log_alpha.exp().item(), rel=1e-6)
+    assert losses.alpha.item() == pytest.approx(log_alpha.exp().item(), rel=1e-6)
 
 
 # --------------------------------------------------------------------------------------------------------------- TD3
@@ -299,7 +299,7 @@ def test_dqn_update_is_the_papers():
         step(optimizer, total / BATCH_SIZE)
     # Values are rounded to float32 on their way to the loss.
     assert_same_way(q_network, slow, start, tolerance=5e-3)
-    assert losses[0].item() == pytest.approx(total.item() / BATCH_SIZE, rel=1e-5)
+    assert losses.td_loss.item() == pytest.approx(total.item() / BATCH_SIZE, rel=1e-5)
 
 
 @pytest.mark.parametrize("module", scripts_of("dqn"), ids=name_of)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from scripts import newest_checkpoint, start_process, tiny
 
-from leanrl.support import onegraph
-from leanrl.support.executables import CUDAGRAPH_WARMUP
+from leanrl.support import executables, onegraph
+from leanrl.support.executables import CUDAGRAPH_WARMUP, make_executable
 from leanrl.support.onegraph import OneGraph
 
 SCRIPTS = ["sac_continuous_action", "td3_continuous_action"]
@@ -70,7 +70,8 @@ def fake_cuda(monkeypatch):
     fake_torch = SimpleNamespace(
         cuda=fakes, empty_like=lambda x, device, pin_memory: empty_like(x), **{n: getattr(torch, n) for n in names}
     )
-    monkeypatch.setattr(onegraph, "torch", fake_torch)
+    for module in (onegraph, executables):
+        monkeypatch.setattr(module, "torch", fake_torch)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
     yield log
     assert gc.isenabled()
@@ -113,6 +114,23 @@ def test_memory_that_is_not_pinned_is_refused(fake_cuda, monkeypatch):
     advance = OneGraph(lambda timestep: None, None, lambda: torch.zeros(2), torch.device("cpu"))
     with pytest.raises(ValueError, match="pinned"):
         advance(torch.zeros(1, 3), ())
+
+
+def test_a_captured_step_sees_the_arguments_of_every_call(fake_cuda):
+    """Copied to where the graph reads them; an urgent step is captured on a stream that goes first."""
+    seen, log = [], fake_cuda
+
+    def act(obs: torch.Tensor, noise: torch.Tensor) -> None:
+        log.append(lambda: seen.append((obs.item(), noise.item())))
+
+    step = make_executable(act, torch.device("cpu"), compile=False, cudagraphs=True, urgent=True)
+    assert step._stream.priority == executables.URGENT
+    for call in range(CUDAGRAPH_WARMUP + 3):
+        log.clear()
+        step(torch.tensor(call), torch.tensor(-call))
+        for work in log:
+            work()
+        assert seen[-1] == (call, -call)
 
 
 # ----------------------------------------------------------------------------------------------------------- ON A GPU

@@ -7,6 +7,7 @@ import torch.nn as nn
 from gymnasium.spaces import Discrete
 from scripts import run
 from test_ppo_targets import slow_gae
+from torch.distributions import Categorical
 
 import leanrl.ppo_atari_envpool as reference
 import leanrl.ppo_atari_envpool_torchcompile as fast
@@ -72,19 +73,15 @@ class Pool:
 
 
 class Network(nn.Module):
-    """[B, 1] -> logits of equal actions [B, 5]; the observation as the value [B]."""
+    """[B, 1] -> five actions of equal chances; the observation as the value [B]."""
 
     def __init__(self, num_actions: int) -> None:
         nn.Module.__init__(self)
         self.logits = nn.Parameter(torch.zeros(num_actions))
         self.scale = nn.Parameter(torch.ones(()))
 
-    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.logits.expand(len(obs), -1), self.scale * obs[:, 0]
-
-    @staticmethod
-    def pack(obs: torch.Tensor) -> torch.Tensor:
-        return obs
+    def forward(self, obs: torch.Tensor) -> tuple[Categorical, torch.Tensor]:
+        return Categorical(logits=self.logits.expand(len(obs), -1), validate_args=False), self.scale * obs[:, 0]
 
 
 @pytest.mark.parametrize(
@@ -103,10 +100,9 @@ def test_the_loss_gets_what_the_games_gave(script, module, flags, monkeypatch, t
     def make_envs(env_id, num_envs, seed, protocol, *, start=0, first_index=0) -> Pool:
         return Pool(games, slice(first_index, first_index + num_envs))
 
-    def spy_on_loss(*inputs):
-        *columns, _ = inputs[-7:]  # the last is the script's arguments
-        batches.append([column.clone() for column in columns])
-        return loss(*inputs)
+    def spy_on_loss(agent, minibatch, args):
+        batches.append([column.clone() for column in minibatch[1:]])
+        return loss(agent, minibatch, args)
 
     def spy_on_episodes(self, returns, lengths) -> None:
         episodes.extend(zip(map(float, returns), map(int, lengths), strict=True))

@@ -1,10 +1,11 @@
-"""The fast rung of PPO for continuous actions computes what the reference computes, in every mode."""
+"""PPO for continuous actions: the fast variant trains and acts as the reference does, in every mode."""
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from scripts import run, tiny
+from torch.utils._pytree import tree_leaves
 
 import leanrl.ppo_continuous_action as reference
 import leanrl.ppo_continuous_action_torchcompile as fast
@@ -12,7 +13,7 @@ from leanrl.support.envs import make_envs
 from leanrl.support.evaluation import load_model
 from leanrl.support.executables import CompiledStep, untouched
 from leanrl.support.normalization import RewardNormalizer, RunningMoments
-from leanrl.support.optim import Adam, FlatAdam
+from leanrl.support.optim import Adam
 
 OBS_DIM, ACTION_DIM, NUM_STEPS, NUM_ENVS = 11, 3, 128, 2
 UPDATES = 50
@@ -33,15 +34,15 @@ def mode_args(mode: str, **changes) -> tuple[fast.Args, torch.device]:
     return args, torch.device("cuda", 0) if args.cudagraphs else torch.device("cpu")
 
 
-def random_rollout(device: torch.device, seed: int = 0) -> fast.Rollout:
+def random_rollout(device: torch.device, module=fast):
     """A rollout with plausible numbers and a few steps that only reset."""
-    generator = torch.Generator().manual_seed(seed)
-    rollout = fast.Rollout.allocate(NUM_STEPS, NUM_ENVS, OBS_DIM, ACTION_DIM, device)
-    for name in ("obs", "noise", "actions", "advantages", "returns", "values"):
+    generator = torch.Generator().manual_seed(0)
+    rollout = module.Rollout.allocate(NUM_STEPS, NUM_ENVS, OBS_DIM, ACTION_DIM, device)
+    for name in ("obs", "actions", "advantages", "returns", "values"):
         tensor = getattr(rollout, name)
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
-    rollout.logprobs.copy_(torch.randn(NUM_STEPS, NUM_ENVS, generator=generator) * 0.3 - 4.0)
-    rollout.weights.copy_((torch.rand(NUM_STEPS, NUM_ENVS, generator=generator) > 0.1).float())
+    rollout.logprobs.copy_(torch.randn(rollout.logprobs.shape, generator=generator) * 0.3 - 4.0)
+    rollout.weights.copy_((torch.rand(rollout.weights.shape, generator=generator) > 0.1).float())
     return rollout
 
 
@@ -65,63 +66,48 @@ def test_fifty_updates_equal_the_reference(mode: str, amp: str) -> None:
     plain, quick = agents(device)
     start = {name: p.detach().clone() for name, p in plain.named_parameters()}
     optimizer = torch.optim.Adam(plain.parameters(), lr=args.learning_rate, eps=1e-5)
-    plain_update = reference.make_update(plain, optimizer, args)
-    plain_rollout = random_rollout(torch.device("cpu"))
-    plain_parts = [plain_update(*plain_rollout.minibatch(inds.cpu())) for inds in minibatches(device)]
+    plain_update = reference.make_update(plain, optimizer, random_rollout(torch.device("cpu"), reference), args)
+    plain_losses = [plain_update(inds.cpu()) for inds in minibatches(device)]
 
-    flat = FlatAdam(quick, lr=args.learning_rate, eps=1e-5)
-    update = fast.make_update(quick, flat, random_rollout(device), args)
-    with torch.no_grad():
-        _, update = fast.make_executables(lambda: None, update, args, device)
-        parts = [update(inds).clone() for inds in minibatches(device)]
+    adam = Adam(quick.parameters(), lr=args.learning_rate, eps=1e-5)
+    update = fast.make_update(quick, adam, random_rollout(device), args)
+    _, update = fast.make_executables(lambda: None, update, args, device)
+    losses = [update(inds).clone() for inds in minibatches(device)]
 
     moved = max((p - start[name]).abs().max().item() for name, p in plain.named_parameters())
     assert moved > 1e-2, "the reference took no real steps"
-    assert flat.num_steps.item() == UPDATES
+    assert adam.num_steps.item() == UPDATES
     # bf16 rounds differently in a fused kernel; its steps still have to agree far within what they move.
     # Another device sums in another order.
     tolerance = 0.15 * moved if amp == "bf16" else 2e-6 if device.type == "cpu" else 2e-5
     for name, parameter in quick.named_parameters():
         assert (parameter.cpu() - dict(plain.named_parameters())[name]).abs().max() < tolerance, name
     if amp == "none":
-        torch.testing.assert_close(torch.stack(parts).cpu(), torch.stack(plain_parts), rtol=1e-4, atol=2e-5)
-
-
-@pytest.mark.parametrize("live", [0, 1, 40, 64])
-def test_loss_and_gradient_equal_the_references_whatever_the_weights(live: int) -> None:
-    """A minibatch of nothing but resets too: all of it is 0 there, the entropy bonus as well."""
-    args, device = mode_args("eager", ent_coef=0.1)
-    plain, quick = agents(device)
-    obs, *rest, weights = random_rollout(device).minibatch(minibatches(device)[0])
-    weights = (torch.arange(len(weights)) < live).float()
-    expected, expected_parts = reference.ppo_loss(plain, obs, *rest, weights, args)
-    loss, parts = fast.ppo_loss(*quick(obs), *rest, weights, args)
-    expected.backward()
-    loss.backward()
-    torch.testing.assert_close((loss, parts), (expected, expected_parts), rtol=1e-5, atol=1e-6)
-    for theirs, ours in zip(plain.parameters(), quick.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
-    assert (live == 0) == (loss.item() == 0)
+        torch.testing.assert_close(torch.stack(losses).cpu(), torch.stack(plain_losses), rtol=1e-4, atol=2e-5)
 
 
 @in_every_mode
 def test_a_new_learning_rate_reaches_the_step(mode: str) -> None:
+    """A loaded one too."""
     args, device = mode_args(mode)
     _, quick = agents(device)
-    optimizer = FlatAdam(quick, lr=1e-3, eps=1e-5)
-    with torch.no_grad():
-        _, update = fast.make_executables(
-            lambda: None, fast.make_update(quick, optimizer, random_rollout(device), args), args, device
-        )
-        for inds in minibatches(device)[:6]:
-            update(inds)
-        before = optimizer.params.clone()
-        optimizer.lr.fill_(0.0)
-        update(minibatches(device)[6])
-        assert torch.equal(optimizer.params, before)
-        optimizer.lr.fill_(1e-3)
-        update(minibatches(device)[7])
-        assert not torch.equal(optimizer.params, before)
+    optimizer = Adam(quick.parameters(), lr=1e-3, eps=1e-5)
+    still = optimizer.state_dict() | {"state": {}, "param_groups": [{"lr": 0.0}]}
+    update = fast.make_update(quick, optimizer, random_rollout(device), args)
+    _, update = fast.make_executables(lambda: None, update, args, device)
+
+    def moved(inds: torch.Tensor) -> bool:
+        before = [p.detach().clone() for p in quick.parameters()]
+        update(inds)
+        return not all(map(torch.equal, quick.parameters(), before))
+
+    assert all(map(moved, minibatches(device)[:6]))
+    optimizer.param_groups[0]["lr"].fill_(0.0)
+    assert not moved(minibatches(device)[6])
+    optimizer.param_groups[0]["lr"].fill_(1e-3)
+    assert moved(minibatches(device)[7])
+    optimizer.load_state_dict(still)
+    assert not moved(minibatches(device)[8])
 
 
 @pytest.mark.parametrize("num_envs", [1, 3])
@@ -134,25 +120,25 @@ def test_acting_equals_wrappers_and_reference_network(mode: str, num_envs: int) 
     rollout = fast.Rollout.allocate(NUM_STEPS, num_envs, OBS_DIM, ACTION_DIM, device)
     low, high = np.array([-3.0, -0.4, -1.0], np.float32), np.array([3.0, 0.4, 1.0], np.float32)
     as_sums = mode == "compile" and num_envs == 1
-    *_, policy_step = fast.make_policy(quick, moments, rollout, low, high, as_sums)
+    noise, row = torch.randn_like(rollout.actions), torch.zeros(1, dtype=torch.int64, device=device)
+    *_, policy_step = fast.make_acting(quick, moments, rollout, noise, row, low, high, as_sums)
     rms = gym.wrappers.utils.RunningMeanStd(shape=(OBS_DIM,))
     rng = np.random.default_rng(0)
     with torch.no_grad():
-        rollout.noise.normal_()
         policy_step, _ = fast.make_executables(policy_step, lambda inds: inds, args, device)
         for t in range(NUM_STEPS):
             raw = rng.normal(size=(num_envs, OBS_DIM)) * 5 + 100
             action = policy_step(torch.from_numpy(raw).to(device)).cpu()
             rms.update(raw)
             obs = torch.as_tensor(np.clip((raw - rms.mean) / np.sqrt(rms.var + 1e-8), -10, 10), dtype=torch.float32)
-            sampled = plain.actor_mean(obs) + plain.actor_logstd.exp() * rollout.noise[t].cpu()
+            sampled = plain.actor_mean(obs) + plain.actor_logstd.exp() * noise[t].cpu()
             torch.testing.assert_close(rollout.obs[t].cpu(), obs, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(rollout.actions[t].cpu(), sampled, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(
                 action, sampled.clamp(torch.tensor(low), torch.tensor(high)), rtol=1e-5, atol=1e-5
             )
-    assert rollout.step.item() == NUM_STEPS
-    assert len(rollout.actions.unique(dim=0)) == NUM_STEPS, "samples repeat from call to call"
+    assert row.item() == NUM_STEPS
+    assert len(rollout.actions[:-1].unique(dim=0)) == NUM_STEPS, "samples repeat from call to call"
     torch.testing.assert_close(moments.var.cpu(), torch.from_numpy(rms.var), rtol=1e-9, atol=0)
 
 
@@ -231,35 +217,40 @@ def test_acting_follows_the_learner() -> None:
     """The compiled policy sees every update of the parameters: there is no copy of them to go stale."""
     args, device = mode_args("compile")
     _, quick = agents(device)
-    optimizer = FlatAdam(quick, lr=1e-2, eps=1e-5)
+    optimizer = Adam(quick.parameters(), lr=1e-2, eps=1e-5)
     rollout = random_rollout(device)
     moments = RunningMoments.start((OBS_DIM,), device)
-    ones = np.ones(ACTION_DIM, np.float32)
-    *_, policy_step = fast.make_policy(quick, moments, rollout, -100 * ones, 100 * ones, False)
+    bound = np.full(ACTION_DIM, 100, np.float32)
+    noise, row = torch.randn_like(rollout.actions), torch.zeros(1, dtype=torch.int64)
+    *_, policy_step = fast.make_acting(quick, moments, rollout, noise, row, -bound, bound, False)
+    update = fast.make_update(quick, optimizer, rollout, args)
+    policy_step, update = fast.make_executables(policy_step, update, args, device)
+    for inds in minibatches(device)[:10]:
+        row.zero_()
+        action = policy_step(torch.randn(NUM_ENVS, OBS_DIM, dtype=torch.float64))
+        expected = quick.actor_mean(rollout.obs[0]) + quick.actor_logstd.exp() * noise[0]
+        torch.testing.assert_close(action, expected, rtol=1e-5, atol=1e-5)
+        update(inds)
+
+
+def test_a_finished_rollout_is_the_references() -> None:
+    """Values and log-probabilities of every step in one batch: those that the reference writes step by step."""
+    args, device = mode_args("eager")
+    plain, quick = agents(device)
+    ours, theirs = random_rollout(device), random_rollout(device, reference)
+    rewards, flags = torch.randn(NUM_STEPS, NUM_ENVS), (torch.rand(3, NUM_STEPS, NUM_ENVS) < 0.1).float()
+    terminations, dones, resets = flags[0], flags[:2].amax(0), flags[2]
     with torch.no_grad():
-        policy_step, update = fast.make_executables(
-            policy_step, fast.make_update(quick, optimizer, rollout, args), args, device
-        )
-        for inds in minibatches(device)[:10]:
-            rollout.step.zero_()
-            raw = torch.randn(NUM_ENVS, OBS_DIM, dtype=torch.float64)
-            action = policy_step(raw)
-            expected = quick.actor_mean(rollout.obs[0]) + quick.actor_logstd.exp() * rollout.noise[0]
-            torch.testing.assert_close(action, expected, rtol=1e-5, atol=1e-5)
-            update(inds)
-
-
-@pytest.mark.parametrize("num_steps", [1, 2, 37, 128])
-def test_scan_gae_equals_the_loop(num_steps: int) -> None:
-    generator = torch.Generator().manual_seed(num_steps)
-    rewards = torch.randn(num_steps, NUM_ENVS, generator=generator)
-    values = torch.randn(num_steps + 1, NUM_ENVS, generator=generator)
-    terminations = (torch.rand(num_steps, NUM_ENVS, generator=generator) < 0.1).float()
-    truncations = (torch.rand(num_steps, NUM_ENVS, generator=generator) < 0.1).float()
-    dones = torch.maximum(terminations, truncations)
-    expected = reference.compute_gae(rewards, values, terminations, dones, 0.99, 0.95)
-    actual = fast.compute_gae(rewards, values, terminations, dones, 0.99, 0.95)
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+        for t in range(NUM_STEPS + 1):
+            theirs.values[t] = plain.get_value(theirs.obs[t])
+            theirs.logprobs[t] = plain.get_policy(theirs.obs[t]).log_prob(theirs.actions[t]).sum(1)
+    advantages = reference.compute_gae(rewards, theirs.values, terminations, dones, args.gamma, args.gae_lambda)
+    fast.finish_rollout(quick, ours, lambda rewards, *_: rewards, rewards, terminations, dones, resets, args)
+    torch.testing.assert_close(ours.values, theirs.values, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.logprobs[:-1], theirs.logprobs[:-1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.advantages[:-1], advantages, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.returns[:-1], advantages + theirs.values[:-1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.weights[:-1], 1 - resets)
 
 
 class Script(gym.vector.VectorEnv):
@@ -303,56 +294,23 @@ def test_reward_normalizer_equals_gymnasiums_wrapper() -> None:
     torch.testing.assert_close(torch.cat(pieces), torch.as_tensor(expected, dtype=torch.float32), rtol=2e-5, atol=1e-6)
 
 
-def test_flat_adam_equals_adam_and_exchanges_states_with_it() -> None:
-    plain, quick = agents(torch.device("cpu"))
-    adam, flat = torch.optim.Adam(plain.parameters(), lr=1e-3, eps=1e-5), FlatAdam(quick, lr=1e-3, eps=1e-5)
-    generator = torch.Generator().manual_seed(0)
-
-    def steps(count: int) -> None:
-        for _ in range(count):
-            for parameter in plain.parameters():
-                parameter.grad = torch.randn(parameter.shape, generator=generator)
-            grads = {name: parameter.grad for name, parameter in plain.named_parameters()}
-            adam.step()
-            with torch.no_grad():
-                flat.step(flat.flatten(grads))
-
-    def close() -> bool:
-        return all(
-            torch.allclose(p, q, rtol=1e-5, atol=1e-6)
-            for p, q in zip(plain.parameters(), quick.parameters(), strict=True)
-        )
-
-    steps(60)
-    assert close()
-    ours, theirs = flat.state_dict(), adam.state_dict()
-    assert ours["state"].keys() == theirs["state"].keys()
-    assert ours["state"][0]["step"] == theirs["state"][0]["step"] == 60
-    adam.load_state_dict({**theirs, "state": ours["state"]})
-    flat.load_state_dict(theirs)
-    for group in adam.param_groups:
-        group["lr"] = 1e-4
-    flat.lr.fill_(1e-4)
-    steps(40)
-    assert close()
-
-
 def test_warm_up_leaves_no_trace() -> None:
-    """Parameters, optimiser, moments and random numbers are bitwise what they were, at the same addresses."""
+    """Parameters, optimiser and random numbers are bitwise what they were, at the same addresses."""
     args, device = mode_args("compile")
     _, quick = agents(device)
-    optimizer = FlatAdam(quick, lr=1e-3, eps=1e-5)
+    optimizer = Adam(quick.parameters(), lr=1e-3, eps=1e-5)
     update = CompiledStep(fast.make_update(quick, optimizer, random_rollout(device), args), device)
-    before = [tensor.clone() for tensor in optimizer.tensors()]
-    addresses = [tensor.data_ptr() for tensor in optimizer.tensors()]
+    state = {"agent": quick.state_dict(), "optimizer": optimizer.state_dict()}
+    tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+    before, addresses = [x.clone() for x in tensors], [x.data_ptr() for x in tensors]
     rng = torch.get_rng_state()
-    with torch.no_grad(), untouched(optimizer.tensors(), device):
+    with untouched(state, device):
         for inds in minibatches(device)[:3]:
             update(inds)
             torch.rand(1)
-        assert not torch.equal(optimizer.params, before[0])
-    assert all(torch.equal(a, b) for a, b in zip(optimizer.tensors(), before, strict=True))
-    assert addresses == [tensor.data_ptr() for tensor in optimizer.tensors()]
+        assert not torch.equal(tensors[0], before[0])
+    after = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+    assert all(map(torch.equal, after, before)) and addresses == [x.data_ptr() for x in after]
     assert torch.equal(torch.get_rng_state(), rng)
 
 

@@ -1,12 +1,13 @@
 """PPO's targets and loss against slow transcriptions of their formulas."""
 
 import importlib
+import math
 
 import pytest
 import torch
 from scripts import ON_POLICY, run, summary, tiny
 
-from leanrl.ppo_continuous_action import Agent, Args, ppo_loss
+from leanrl.ppo_continuous_action import Agent, Args, Losses, Minibatch, ppo_loss
 
 
 @pytest.fixture(params=ON_POLICY)
@@ -74,21 +75,58 @@ def test_resets_reach_no_other_step(compute_gae):
     assert (after[resets] != before[resets]).all()
 
 
+def slow_mlp(network, x, rounded=lambda x: x):
+    """Two hidden layers with tanh, product for product; ``rounded`` is what bf16 products go through."""
+    first, second, last = network[0], network[2], network[4]
+    for layer in (first, second):
+        x = rounded((rounded(x)[:, None] * rounded(layer.weight)).sum(2) + rounded(layer.bias))
+        x = rounded(torch.tanh(x))
+    return (x[:, None] * last.weight).sum(2) + last.bias
+
+
+def slow_logprobs(agent, obs, actions):
+    """Log-density of a Gaussian of each number, by its formula."""
+    z = (actions - slow_mlp(agent.actor_mean, obs)) / agent.actor_logstd.exp()
+    return (-0.5 * z**2 - agent.actor_logstd - 0.5 * math.log(2 * math.pi)).sum(1)
+
+
+@pytest.mark.parametrize("script", [script for script in ON_POLICY if "continuous" in script])
+def test_networks_in_either_precision(script):
+    """Under autocast the last layers stay float32."""
+    torch.manual_seed(0)
+    agent, obs = importlib.import_module(f"leanrl.{script}").Agent(11, 3), torch.randn(64, 11)
+    for network in (agent.critic, agent.actor_mean):
+        network[4].weight.data.normal_()
+    for amp in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+            policy, values = agent.get_policy(obs), agent.get_value(obs)
+        rounded = (lambda x: x.bfloat16().float()) if amp else (lambda x: x)
+        # Where sums in another order round to the other side, a hidden unit is off by 2**-8.
+        tolerance = dict(rtol=0, atol=0.02 if amp else 1e-5)
+        torch.testing.assert_close(values, slow_mlp(agent.critic, obs, rounded).squeeze(1), **tolerance)
+        torch.testing.assert_close(policy.mean, slow_mlp(agent.actor_mean, obs, rounded), **tolerance)
+        if amp:  # so a network that does not round would be seen
+            for network, outputs in ((agent.critic, values.unsqueeze(1)), (agent.actor_mean, policy.mean)):
+                assert (slow_mlp(network, obs) - outputs).abs().max() > 0.03
+        assert values.dtype == policy.mean.dtype == torch.float32
+        assert (values != values.bfloat16()).float().mean() > 0.9
+
+
 def random_minibatch(agent, seed=0, size=64):
-    """obs, actions, logprobs, advantages, returns, values, weights; ratios on both sides of the clip range."""
+    """Ratios on both sides of the clip range."""
     torch.manual_seed(seed)
     obs = torch.randn(size, 11, dtype=torch.float64)
     with torch.no_grad():
-        actions, logprobs, _, values = agent.get_action_and_value(obs)
-    logprobs = logprobs + 0.3 * torch.randn_like(logprobs)
+        actions, values = agent.get_policy(obs).sample(), agent.get_value(obs)
+        logprobs = slow_logprobs(agent, obs, actions) + 0.3 * torch.randn_like(values)
     old_values = values + 0.3 * torch.randn_like(values)
     returns, advantages = values + torch.randn_like(values), 2 + 3 * torch.randn_like(values)
-    return [obs, actions, logprobs, advantages, returns, old_values, torch.ones_like(values)]
+    return Minibatch(obs, actions, logprobs, advantages, returns, old_values, weights=torch.ones_like(values))
 
 
 def loss_and_gradient(agent, minibatch, args):
-    loss, parts = ppo_loss(agent, *minibatch, args)
-    return loss.detach(), parts, torch.autograd.grad(loss, list(agent.parameters()))
+    loss, losses = ppo_loss(agent, minibatch, args)
+    return loss.detach(), losses, torch.autograd.grad(loss, list(agent.parameters()), materialize_grads=True)
 
 
 @pytest.fixture
@@ -102,12 +140,13 @@ def agent():
 def test_loss_equals_cleanrls(agent, norm_adv, clip_vloss):
     args = Args(norm_adv=norm_adv, clip_vloss=clip_vloss, ent_coef=0.01)
     minibatch = random_minibatch(agent)
-    loss, parts, gradient = loss_and_gradient(agent, minibatch, args)
+    loss, losses, gradient = loss_and_gradient(agent, minibatch, args)
 
     # https://github.com/vwxyzjn/cleanrl/blob/master/cleanrl/ppo_continuous_action.py
     obs, actions, logprobs, advantages, returns, values, _ = minibatch
-    _, newlogprob, entropy, newvalue = agent.get_action_and_value(obs, actions)
-    logratio = newlogprob - logprobs
+    newvalue = slow_mlp(agent.critic, obs).squeeze(1)
+    entropy = (agent.actor_logstd + 0.5 + 0.5 * math.log(2 * math.pi)).sum(1)
+    logratio = slow_logprobs(agent, obs, actions) - logprobs
     ratio = logratio.exp()
     old_approx_kl = (-logratio).mean()
     approx_kl = ((ratio - 1) - logratio).mean()
@@ -123,9 +162,16 @@ def test_loss_equals_cleanrls(agent, norm_adv, clip_vloss):
     expected = pg_loss - 0.01 * entropy.mean() + 0.5 * v_loss
 
     assert 0.1 < clipfrac < 0.9
-    expected_parts = torch.stack([pg_loss, v_loss, entropy.mean(), old_approx_kl, approx_kl, clipfrac])
+    expected_losses = Losses(
+        policy_loss=pg_loss,
+        value_loss=v_loss,
+        entropy=entropy.mean(),
+        old_approx_kl=old_approx_kl,
+        approx_kl=approx_kl,
+        clipfrac=clipfrac,
+    )
     # Not to the last bit: clipfrac is averaged in float32.
-    torch.testing.assert_close(parts, expected_parts, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, list(agent.parameters())), rtol=1e-8, atol=1e-12)
 
@@ -133,22 +179,32 @@ def test_loss_equals_cleanrls(agent, norm_adv, clip_vloss):
 def test_rows_of_weight_0_change_nothing(agent):
     args = Args(ent_coef=0.01)
     minibatch = random_minibatch(agent)
-    weights = minibatch[-1]
-    weights[::3] = 0.0
-    loss, parts, gradient = loss_and_gradient(agent, minibatch, args)
-    for column in range(1, 6):
-        changed = list(minibatch)
-        changed[column] = minibatch[column].clone()
-        changed[column][::3] += torch.randn_like(minibatch[column][::3])
-        changed_loss, changed_parts, changed_gradient = loss_and_gradient(agent, changed, args)
-        assert torch.equal(changed_loss, loss) and torch.equal(changed_parts, parts)
+    minibatch.weights[::3] = 0.0
+    loss, losses, gradient = loss_and_gradient(agent, minibatch, args)
+    for name in ("actions", "logprobs", "advantages", "returns", "values"):
+        column = getattr(minibatch, name)
+        changed = minibatch._replace(**{name: column.clone()})
+        getattr(changed, name)[::3] += torch.randn_like(column[::3])
+        changed_loss, changed_losses, changed_gradient = loss_and_gradient(agent, changed, args)
+        assert torch.equal(changed_loss, loss) and all(map(torch.equal, changed_losses, losses))
         assert all(map(torch.equal, changed_gradient, gradient))
         # In a row that counts, the same change does matter.
-        changed[column][1] += 1.0
+        getattr(changed, name)[1] += 1.0
         assert not torch.equal(loss_and_gradient(agent, changed, args)[0], loss)
     # And the loss is that of the other rows alone.
-    rest = [column[weights > 0] for column in minibatch]
-    torch.testing.assert_close(loss_and_gradient(agent, rest, args), (loss, parts, gradient), rtol=1e-6, atol=1e-7)
+    rest = Minibatch(*(column[minibatch.weights > 0] for column in minibatch))
+    torch.testing.assert_close(loss_and_gradient(agent, rest, args), (loss, losses, gradient), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("live", [0, 1])
+def test_hardly_anything_but_resets(agent, live):
+    """Of nothing but resets all is 0, the entropy bonus too; one step has no spread to be normalised by."""
+    minibatch = random_minibatch(agent)
+    minibatch.weights[live:] = 0.0
+    loss, losses, gradient = loss_and_gradient(agent, minibatch, Args(ent_coef=0.1))
+    assert torch.isfinite(torch.stack(losses)).all() and all(x.isfinite().all() for x in gradient)
+    assert losses.policy_loss == 0
+    assert (losses.entropy != 0) == (loss != 0) == any(x.any() for x in gradient) == bool(live)
 
 
 @pytest.mark.parametrize("script", ON_POLICY)

@@ -1,27 +1,27 @@
-"""What the tools do for Atari: where a step's time goes, the agents that the ablation compares."""
+"""What the tools do for Atari: where a step's time goes, and what the ablation compares."""
 
 import json
 
 import pytest
 import torch
-from test_tools_compare import run_tool_in_process
+from scripts import run_tool_in_process
 
 import leanrl.ppo_atari_envpool as reference
 import leanrl.ppo_atari_envpool_torchcompile as fast
-from leanrl.tools import ablate_ppo_atari, parts_atari
+from leanrl.tools import ablate_ppo_atari, ablation, parts_atari
 
 
 def test_parts_of_a_real_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(parts_atari, "in_process", lambda fn, *args, **_: fn(*args))
     monkeypatch.setattr(parts_atari, "ALONE_SECONDS", 0.1)
     for module, names in (
-        (fast, ("Run",)),
+        (fast, ("Run", "make_executables")),
         (parts_atari.EnvPoolVectorEnv, ("send",)),
         (parts_atari.AtariVectorEnv, ("recv",)),
     ):
         for name in names:  # puts back what the tool changes in a process of its own
             monkeypatch.setattr(module, name, getattr(module, name))
-    flags = ["--scripts", "ppo_atari_envpool_onegraph:eager", "--num-envs", "2", "--iterations", "2"]
+    flags = ["--scripts", "ppo_atari_envpool_torchcompile:eager", "--num-envs", "2", "--iterations", "2"]
     flags += ["--out", str(tmp_path), "--", "--num-threads", "1", "--num-steps", "16"]
     assert run_tool_in_process(monkeypatch, parts_atari, *flags) == 0
     (row,) = json.loads((tmp_path / "parts_atari.json").read_text())["rows"]
@@ -36,9 +36,8 @@ def test_parts_of_a_real_run(tmp_path, monkeypatch, capsys):
 
 def test_parts_are_those_of_the_steps_that_the_speed_is_of(monkeypatch):
     """A reference's first iteration is in neither."""
-    monkeypatch.setattr(reference, "Run", reference.Run)
-    monkeypatch.setattr(reference, "make_update", reference.make_update)
-    monkeypatch.setattr(reference.Agent, "get_action_and_value", reference.Agent.get_action_and_value)
+    for name in ("Run", "policy_step", "train_epoch"):
+        monkeypatch.setattr(reference, name, getattr(reference, name))
     monkeypatch.setattr(parts_atari.EnvPoolVectorEnv, "send", parts_atari.EnvPoolVectorEnv.send)
     monkeypatch.setattr(parts_atari.AtariVectorEnv, "recv", parts_atari.AtariVectorEnv.recv)
     flags = ["--env-id=Breakout-v5", "--num-envs=4", "--num-steps=32", "--num-threads=1"]
@@ -63,14 +62,11 @@ def test_bad_input_is_one_line(flags, reason, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("kind", [ablate_ppo_atari.PixelAgent, ablate_ppo_atari.BytewiseAgent])
-def test_agents_that_are_compared_compute_the_same(kind):
-    obs = ablate_ppo_atari.frames(3)
-    results = []
-    for agent_type in (fast.Agent, kind):
-        torch.manual_seed(0)
-        agent = agent_type(4)
-        with torch.no_grad():
-            results.append(agent(agent.pack(obs)))
-    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-5)
-    assert fast.Agent.pack(obs).shape == (3, 21, 21, 64)
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_variants_that_are_compared_compute_the_same(channels_last):
+    num_threads = torch.get_num_threads()
+    try:
+        sides = ablate_ppo_atari.reference_updating(channels_last), ablate_ppo_atari.updating(ablation.eager)
+        assert ablate_ppo_atari.same("eager", *sides).difference < ablate_ppo_atari.TOLERANCE
+    finally:
+        torch.set_num_threads(num_threads)

@@ -1,34 +1,24 @@
-"""leanrl.tools.compare and peers: what they run, in which order, and what they make of the results."""
+"""leanrl.tools.compare: what it runs, in which order, and what it makes of it; the peers' hyperparameters and clock."""
 
+import importlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 from dataclasses import asdict
+from operator import attrgetter
 
-import matplotlib.colors
-import matplotlib.image
 import numpy as np
 import pytest
 import torch
-import tyro
-from scripts import wait_until
+from scripts import cells, run_tool_in_process, wait_until
 
 from leanrl.support.errors import UsageError
 from leanrl.support.run import machine_facts
 from leanrl.tools import compare, peers, trials
-from leanrl.tools.common import COLORS, run_tool
-from leanrl.tools.trials import (
-    Contender,
-    Trial,
-    alternate,
-    contenders_of,
-    last_episodes,
-    parse_entry,
-    run_trials,
-    sps_ratios,
-)
+from leanrl.tools.trials import REPOSITORY, Contender, Trial, contenders_of, last_episodes, parse_entry, run_trials
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 FAST, TD3 = "ppo_continuous_action_torchcompile", "td3_continuous_action_torchcompile"
@@ -36,152 +26,111 @@ FAST, TD3 = "ppo_continuous_action_torchcompile", "td3_continuous_action_torchco
 TINY = ["--env-id=InvertedPendulum-v5", "--device=cpu", "--num-steps=128", "--num-minibatches=4", "--update-epochs=1"]
 
 
-def run_tool_in_process(monkeypatch, tool, *argv) -> int:
-    """What ``python -m leanrl.tools.TOOL ARGV`` exits with."""
-    monkeypatch.setattr(sys, "argv", [tool.__name__, *map(str, argv)])
-    with pytest.raises(SystemExit) as end:
-        run_tool(tool.main, tool.Args)
-    return end.value.code
-
-
 @pytest.fixture
-def known_scripts(tmp_path, monkeypatch):
-    """A folder of scripts that this test decides on, and a compiler whatever this machine has."""
-    for name in ("ppo_continuous_action", FAST, "cleanba_ppo"):
-        (tmp_path / f"{name}.py").touch()
-    monkeypatch.setattr(trials, "SCRIPTS", tmp_path)
+def a_compiler(monkeypatch):
+    """Whatever this machine has."""
     monkeypatch.setattr("leanrl.support.devices.has_compiler", lambda _: True)
-    return tmp_path
 
 
 # ------------------------------------------------------------------------------------------------------------ ENTRIES
 
 
-@pytest.mark.parametrize(
-    ("entry", "script", "levers"),
-    [
-        (FAST, FAST, None),
-        (f"{FAST}:eager", FAST, set()),
-        (f"{FAST}:compile", FAST, {"compile"}),
-        (f"{FAST}:cudagraphs+compile", FAST, {"compile", "cudagraphs"}),
-        ("cleanba_ppo:cudagraphs", "cleanba_ppo", {"cudagraphs"}),
-        ("sac_continuous_action_torchcompile:one-graph", "sac_continuous_action_torchcompile", {"one-graph"}),
-        ("td3_continuous_action_torchcompile:one-graph+compile", TD3, {"compile", "one-graph"}),
-        ("ppo_continuous_action:eager", "ppo_continuous_action", set()),
-    ],
-)
-def test_entry(entry, script, levers):
-    assert parse_entry(entry, "scripts") == (script, levers)
-
-
-@pytest.mark.parametrize("algorithm", ["sac", "td3"])
-@pytest.mark.parametrize("mode", ["", ":compile+cudagraphs"])
-def test_an_entry_that_is_a_mode_now(algorithm, mode):
-    old, now = (f"{algorithm}_continuous_action_{name}" for name in ("onegraph", "torchcompile"))
-    with pytest.raises(UsageError) as error:
-        parse_entry(f"{old}{mode}", "scripts")
-    assert str(error.value) == f"--scripts {old}{mode}: is a mode now: {now}:one-graph or {now}:compile+one-graph"
+OLD, NOW = "sac_continuous_action_onegraph", "sac_continuous_action_torchcompile"
+ACTORS = "--contenders cleanba_ppo:eager --total-timesteps 30000 -- --device cpu"
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--scripts", f"{FAST}:fast"], "no such mode; there are eager, compile, cudagraphs, compile+cudagraphs"),
-        (["--scripts", f"{FAST}:one-graph"], "no such mode; there are eager, compile, cudagraphs, compile+cudagraphs"),
-        (["--scripts", f"{FAST}:cudagraphs+one-graph"], "no such mode"),
-        (["--scripts", "ppo_continuous_action:fast"], "no such mode; there are eager"),
-        (["--scripts", f"{FAST}:"], "no such mode"),
-        (["--scripts", f"{FAST}:eager+compile"], "no such mode"),
-        (["--scripts", "ppo_continuos_action"], "did you mean ppo_continuous_action"),
-        (["--scripts", "ppo_continuous_action:compile"], f"try {FAST}:compile"),
-        (["--scripts", f"{FAST}:eager", f"{FAST}:eager"], "none twice"),
-        (["--scripts", "ppo_continuous_action", "ppo_continuous_action:eager"], "more than once"),
-        (["--scripts", f"{FAST}:cudagraphs", "--", "--device", "cpu"], "needs a CUDA device"),
-        (["--seeds"], "--seeds"),
-        (["--", "--seed=3"], "--seed=3"),
-        (["--", "--no-compile"], "--no-compile"),
-        (["--", "--one_graph"], "--one_graph"),
-        (["ppo_continuous_action"], "not a flag"),
-        (["--amp", "bf16", "bf16"], "none twice"),
-        (["--amp", "bf16", "--scripts", f"{FAST}:eager"], "none of --scripts is compiled"),
-        (["--amp", "none", "bf16", "--", "--amp=bf16"], "-- --amp=bf16"),
-        (["--", "--max-seconds", "5"], "-- --max-seconds"),
-        (["--max-seconds", "0"], "--max-seconds 0.0: must be above 0"),
+        (f"--contenders {FAST}:one-graph", "no such mode; there are eager, compile, cudagraphs, compile+cudagraphs"),
+        ("--contenders ppo_continuous_action:fast", "no such mode; there are eager"),
+        ("--contenders ppo_continuos_action", "did you mean ppo_continuous_action"),
+        ("--contenders ppo_continuous_action:compile", f"try {FAST}:compile"),
+        (f"--contenders {OLD}", f"--contenders {OLD}: is a mode now: {NOW}:one-graph or {NOW}:compile+one-graph"),
+        (f"--contenders {FAST}:eager {FAST}:eager", "none twice"),
+        ("--contenders ppo_continuous_action ppo_continuous_action:eager", "more than once"),
+        (f"--contenders {FAST}:cudagraphs -- --device cpu", "needs a CUDA device"),
+        (f"--contenders '{FAST} --compile'", "--compile: is set by this tool"),
+        (f"--contenders '{FAST} bf16'", "bf16: not a flag"),
+        (f"--contenders '{FAST} --device cpu'", "--device: is set by this tool"),
+        ("--contenders sb3:PPA", "no such peer; did you mean sb3:PPO"),
+        ("--contenders nobody:PPO", "no_such_library is not installed; pip install"),
+        ("--contenders 'sb3:PPO --env-backend=envpool'", "does not take"),
+        ("--contenders 'sb3:PPO --gamma=2'", "--gamma 2.0"),
+        ("--contenders 'sb3:SAC --amp=bf16'", "--amp bf16: the peers have no such mode"),
+        ("--contenders sb3:SAC -- --target-network-frequency=2", "the peers only have 1"),
+        ("--contenders sb3:PPO -- --target-kl=1", "means something else in each peer"),
+        ("--contenders sb3:DQN --total-timesteps 1000000 -- --updates-per-step=0.00001", "less than the peers can do"),
+        ("--contenders sb3:DQN --total-timesteps=10500", "warm-up of 10500 steps and a round of 10"),
+        ("--seeds", "--seeds"),
+        ("-- --no-compile", "--no-compile"),
+        ("-- --max-seconds 5", "--max-seconds"),
+        ("-- --nonsense 3", "--nonsense 3"),
+        ("ppo_continuous_action", "not a flag"),
+        ("--max-seconds 0", "--max-seconds 0.0: must be above 0"),
+        ("--sweep num-env 1", "did you mean num-envs"),
+        ("--sweep seed 1", "--seed is set by this tool"),
+        ("--sweep num-envs", "must be a flag and numbers above 0"),
+        ("--sweep num-envs 1 1.0", "none twice"),
+        ("--sweep num-envs 0 many", "numbers above 0"),
+        ("--sweep num-envs 4 1.5", "does not take"),
+        ("--sweep num-envs 1 2000", "--total-timesteps 102400"),
+        ("--sweep num-envs 1 -- --num_envs=4", "--num_envs=4: is set by this tool"),
+        (f"--sweep tau 2 --contenders {TD3}", "--tau 2.0: must be between 0 and 1"),
+        (f"{ACTORS} --local-num-envs=192", "--total-timesteps 30000: is less than one rollout"),
+        (f"{ACTORS} --num-minibatches=7", "--num-minibatches 7: "),
+        (f"{ACTORS} --local-num-envs=7 --num-actor-threads=1 --learner-device-ids 0 1", "--local-num-envs 7: "),
+        (f"{ACTORS} --timeout=1", "--timeout 1.0: must be at least 2"),
     ],
 )
-def test_bad_input_is_one_line(known_scripts, monkeypatch, capsys, flags, said):
+def test_bad_input_is_one_line(a_compiler, monkeypatch, capsys, flags, said):
+    nobody = peers.PEERS["sb3:PPO"]._replace(module="no_such_library")
+    installed = {name: peer._replace(module="sys") for name, peer in peers.PEERS.items()}
+    monkeypatch.setattr(trials, "PEERS", {**installed, "nobody:PPO": nobody})
     monkeypatch.setattr(trials, "run_trial", lambda *_: pytest.fail("must not run"))
-    assert run_tool_in_process(monkeypatch, compare, *flags) == 2
+    assert run_tool_in_process(monkeypatch, compare, *shlex.split(flags)) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("compare: ") and err.count("\n") == 1 and said in err
 
 
-def test_modes_of_this_machine(known_scripts, monkeypatch, capsys):
-    def flags_of(device):
-        contenders = contenders_of([FAST, "ppo_continuous_action"], "scripts", device, ["--fast"], ["--slow"])
-        return [contender.command[2:] for contender in contenders]
+def test_modes_of_this_machine(a_compiler, monkeypatch, capsys):
+    def found(device, script=FAST) -> list[str]:
+        contenders = contenders_of([f"{script} --tau=1", "dqn"], "contenders", device, ["--gamma=0.9"])
+        assert contenders[-1].command[2:] == ("--gamma=0.9",)
+        assert all(c.command[-2:] == ("--gamma=0.9", "--tau=1") for c in contenders[:-1])  # its own come last
+        return [c.label.removeprefix(script).removesuffix(" --tau=1") for c in contenders[:-1]]
 
-    eager, compiled = ("--no-compile", "--no-cudagraphs", "--fast"), ("--compile", "--no-cudagraphs", "--fast")
-    assert flags_of(CPU) == [eager, compiled, ("--slow",)]
-
+    assert found(CPU) == ["", " --compile"]
     monkeypatch.setattr("leanrl.support.devices.has_compiler", lambda device_type: device_type == "cuda")
-    assert flags_of(CPU) == [eager, ("--slow",)]
+    assert found(CPU) == [""]
     assert "install g++" in capsys.readouterr().out
     with pytest.raises(UsageError, match=r"install g\+\+"):
-        contenders_of([f"{FAST}:compile"], "scripts", CPU, [], [])
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    graphed, both = ("--no-compile", "--cudagraphs", "--fast"), ("--compile", "--cudagraphs", "--fast")
-    assert flags_of(CUDA) == [eager, compiled, graphed, both, ("--slow",)]
-
-
-def test_one_graph_is_a_mode_of_those_scripts_that_have_it(monkeypatch):
-    monkeypatch.setattr(trials, "lack", lambda levers, device: None)
-    found = contenders_of([TD3], "scripts", CUDA, ["--num-envs=2"], [])
-    assert [contender.label.removeprefix(TD3) for contender in found] == [
-        *("", " --compile", " --cudagraphs", " --compile --cudagraphs", " --one-graph", " --compile --one-graph")
-    ]
-    assert found[-1].command[2:] == ("--compile", "--one-graph", "--num-envs=2")
-    assert found[3].command[2:] == ("--compile", "--cudagraphs", "--no-one-graph", "--num-envs=2")
-    for contender in found:
-        trials.require_valid(contender)
-    monkeypatch.undo()
+        contenders_of([f"{FAST}:compile"], "contenders", CPU)
     with pytest.raises(UsageError, match="--one-graph needs a CUDA device"):
-        contenders_of([f"{TD3}:one-graph"], "scripts", CPU, [], [])
+        contenders_of([f"{TD3}:one-graph"], "contenders", CPU)
 
-
-def test_amp_is_for_what_is_compiled(known_scripts):
-    entries = ["ppo_continuous_action", FAST]
-    flags = (["--fast"], ["--slow"])
-    found = contenders_of(entries, "ours", CPU, *flags, amp=["none", "bf16"])
-    assert [contender.label for contender in found] == [*entries, f"{FAST} --compile", f"{FAST} --compile --amp bf16"]
-    assert found[-1].command == (*found[-2].command, "--amp", "bf16")
-    assert found[:-1] == contenders_of(entries, "ours", CPU, *flags)
-    assert contenders_of(entries, "ours", CPU, *flags, amp=["bf16"]) == [*found[:2], found[3]]
+    monkeypatch.setattr(trials, "lack", lambda levers, device: None)
+    graphs = ["", " --compile", " --cudagraphs", " --compile --cudagraphs"]
+    assert found(CUDA) == graphs
+    assert found(CUDA, TD3) == [*graphs, " --one-graph", " --compile --one-graph"]
+    assert parse_entry(TD3, "contenders") == (TD3, None)
+    assert parse_entry(f"{TD3}:one-graph+compile", "contenders") == (TD3, {"compile", "one-graph"})
+    *_, both, _, one_graph = contenders_of([TD3], "contenders", CUDA)
+    assert both.command[2:] == ("--compile", "--cudagraphs", "--no-one-graph")
+    assert one_graph.command[2:] == ("--compile", "--one-graph")
 
 
 # ------------------------------------------------------------------------------------------------------------ RUNNING
-
-
-def test_order_alternates():
-    a, b, c = (Contender(label, ()) for label in "abc")
-    order = alternate([a, b, c], seeds=[7, 8, 9])
-    assert "".join(contender.label for contender, _ in order) == "abccbaabc"
-    assert [seed for _, seed in order] == [7] * 3 + [8] * 3 + [9] * 3
 
 
 def fake_script(folder, name: str, code: str) -> Contender:
     """A contender whose script runs ``code`` with its flags in ``args`` and its run directory in ``run``."""
     path = folder / f"{name}.py"
     path.write_text(
-        "import argparse, json, os, pathlib, sys\n"
-        "parser = argparse.ArgumentParser()\n"
-        "for flag in ('--seed', '--run-name', '--runs-dir'): parser.add_argument(flag)\n"
-        "args = parser.parse_args()\n"
-        "run = pathlib.Path(args.runs_dir, args.run_name)\n"
+        "import json, os, pathlib, sys\n"
+        "args = dict(zip(sys.argv[1::2], sys.argv[2::2]))\n"
+        "run = pathlib.Path(args['--runs-dir'], args['--run-name'])\n"
         "run.mkdir(parents=True)\n"
         f"{code}\n"
     )
@@ -189,7 +138,7 @@ def fake_script(folder, name: str, code: str) -> Contender:
 
 
 GOOD = (
-    "(run / 'summary.json').write_text(json.dumps({'sps': 100 * int(args.seed), 'warmup_seconds': 0.0,"
+    "(run / 'summary.json').write_text(json.dumps({'sps': 100 * int(args['--seed']), 'warmup_seconds': 0.0,"
     " 'episodic_return': None, 'global_step': 1, 'interrupted': False}))"
 )
 
@@ -207,17 +156,7 @@ def test_a_failed_run_does_not_stop_the_others(tmp_path, capfd):
     assert "crash, seed 2: failed (exit 1)" in err and "ValueError: broken" in err
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
-def test_peak_memory_of_a_run(tmp_path):
-    code = f"block = b'x' * {10**8}; del block; import time; time.sleep(1); {GOOD}"
-    (trial,) = run_trials([fake_script(tmp_path, "hungry", code)], [1], tmp_path / "runs")
-    # What it has given back counts, what this process holds does not, and that is more.
-    assert 100 < trial.peak_memory_mb < 150 < trials.peak_memory_mb(os.getpid())
-    assert trials.peak_memories([trial], "hungry") == [trial.peak_memory_mb]
-    assert trials.peak_memory_mb(2**22 + 1) is None  # no such process
-
-
-HUNGRY = "block = b'x' * 10**8; time.sleep(1)"
+HUNGRY = "block = b'x' * 10**8; del block; time.sleep(1)"
 LAUNCH = f"""
 import subprocess, time
 ranks = [subprocess.Popen([sys.executable, *sys.argv], env={{**os.environ, "RANK": str(rank)}}) for rank in (0, 1)]
@@ -229,13 +168,14 @@ time.sleep(0.6)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
-def test_peak_memory_of_a_distributed_run(tmp_path):
-    """The ranks count, which the launcher starts with its own flags, and no other process that it starts."""
-    script = fake_script(tmp_path, "distributed", f"{LAUNCH}\n{GOOD}")
-    path = tmp_path / "distributed.py"
+def test_peak_memory_of_a_run(tmp_path):
+    """What it has given back counts; of a distributed one the ranks, started with its flags, and no other process."""
+    launcher = fake_script(tmp_path, "launcher", f"{LAUNCH}\n{GOOD}")
+    path = tmp_path / "launcher.py"
     path.write_text(f"import os, time\nif 'RANK' in os.environ:\n    {HUNGRY}\n    os._exit(0)\n{path.read_text()}")
-    (trial,) = run_trials([script], [1], tmp_path / "runs")
+    (trial,) = run_trials([launcher], [1], tmp_path / "runs")
     assert not trial.failure and 200 < trial.peak_memory_mb < 270
+    assert trials.peak_memory_mb(2**22 + 1) is None  # no such process
 
 
 def test_refused_flags_stop_everything(tmp_path, capfd):
@@ -251,26 +191,23 @@ def test_ctrl_c_ends_the_run_that_is_on(num_before, tmp_path):
     """And keeps what was measured before it, if anything was."""
     good = fake_script(tmp_path, "good", GOOD)
     sleeper = fake_script(
-        tmp_path, "sleeper", "(run / 'pid').write_text(str(os.getpid())); import time; time.sleep(600)"
+        tmp_path, "sleeper", "(run / 'pid').write_text(f'{os.getpid()}'); import time; time.sleep(600)"
     )
     driver = tmp_path / "driver.py"
     driver.write_text(
-        "from pathlib import Path\n"
-        "from leanrl.tools.common import run_tool\n"
-        "from leanrl.tools.trials import Contender, exit_code, run_trials\n"
+        "from pathlib import Path\nfrom leanrl.tools import common\nfrom leanrl.tools.trials import *\n"
         "def main(args):\n"
         f"    trials = run_trials({[good] * num_before + [sleeper, good]}, [1], Path('runs'))\n"
         "    print([trial.failure for trial in trials])\n"
         "    return exit_code(trials)\n"
-        "run_tool(main, dict[str, int])\n"
+        "common.run_tool(main, dict[str, int])\n"
     )
-    env = {**os.environ, "PYTHONPATH": str(trials.REPOSITORY)}
 
     def heed_ctrl_c() -> None:  # a shell's background jobs ignore it, and hand that down
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    how = {"cwd": tmp_path, "env": env, **pipes, "preexec_fn": heed_ctrl_c}
+    how = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(REPOSITORY)}, "preexec_fn": heed_ctrl_c, **pipes}
     process = subprocess.Popen([sys.executable, driver], **how)
     try:
         pid = int(wait_until(lambda: "".join(path.read_text() for path in tmp_path.glob("runs/*/pid")), process))
@@ -291,20 +228,13 @@ def test_ctrl_c_ends_the_run_that_is_on(num_before, tmp_path):
 # ------------------------------------------------------------------------------------------------------------ RESULTS
 
 
-def canned(
-    label: str,
-    seed: int,
-    sps: float | None,
-    warmup_seconds: float = 0.0,
-    episodic_return: float = 1.0,
-    peak_memory_mb: float | None = None,
-) -> Trial:
+def canned(label: str, seed: int, sps: float | None, warmup_seconds=0.0, episodic_return=1.0, peak=None) -> Trial:
     """A trial that ran at ``sps``, or crashed where that is None."""
     if sps is None:
         return Trial(label, seed, [], "", exit_code=1)
     numbers = {"sps": sps, "warmup_seconds": warmup_seconds, "global_step": 4096, "interrupted": False}
     points = [] if episodic_return is None else [ended(4096, 10, episodic_return)]
-    return Trial(label, seed, [], "", 0, summary=numbers, metrics=points, peak_memory_mb=peak_memory_mb)
+    return Trial(label, seed, [], "", 0, summary=numbers, metrics=points, peak_memory_mb=peak)
 
 
 def ended(step: int, episodes: int, mean: float) -> dict:
@@ -313,11 +243,9 @@ def ended(step: int, episodes: int, mean: float) -> dict:
     return {"global_step": step, **point}
 
 
-def cells(table: str) -> list[list[str]]:
-    """The body of a markdown table."""
-    lines = [line for line in table.splitlines() if line.startswith("|")]
-    assert len({len(line) for line in lines}) == 1, "columns do not line up"
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+def table_of(found: list[Trial]) -> list[list[str]]:
+    """The rows of the table of these trials."""
+    return cells(compare.render_table(compare.summarize(found, list(dict.fromkeys(t.label for t in found)))))
 
 
 def test_table():
@@ -325,22 +253,33 @@ def test_table():
         *(canned("slow", 1, 1000.0), canned("fast", 1, 3000.0, 8.0, 10.0, 400.0), canned("crash", 1, None)),
         *(canned("crash", 2, 500.0), canned("fast", 2, 4000.0, 6.0, 30.0, 1400.0), canned("slow", 2, 2000.0)),
     ]
-    table = compare.render_table(compare.summarize(found, ["slow", "fast", "crash"]))
-    assert cells(table) == [
-        ["slow", "1,500 ± 707", "0.0 ± 0.0", "1.00 ± 0.00x", "1 ± 0", "4,096 ± 0", "-"],
+    assert table_of(found) == [
+        ["slow", "1,000 2,000", "1,500", "1.00x", "0.0", "1 ± 0", "4,096", "-"],
         # 3 times as fast with seed 1, twice with seed 2.
-        ["fast", "3,500 ± 707", "7.0 ± 1.4", "2.50 ± 0.71x", "20 ± 14", "4,096 ± 0", "900 ± 707"],
-        ["crash (1 failed: exit 1)", "500", "0.0", "0.25x", "1", "4,096", "-"],
+        ["fast", "3,000 4,000", "3,500", "2.50x", "7.0", "20 ± 14", "4,096", "900"],
+        ["crash (1 failed: exit 1)", "500", "500", "0.25x", "0.0", "1", "4,096", "-"],
+    ]
+    found[1].summary["interrupted"] = True
+    assert table_of(found)[1][:4] == ["fast (1 failed: interrupted)", "4,000", "4,000", "2.00x"]
+
+    found = [canned("a", 1, 2000.0, 0, None), canned("b", 1, 9000.0, 7.25, None), canned("c", 1, None)]
+    assert table_of(found) == [  # one seed, no episodes
+        ["a", "2,000", "1.00x", "0.0", "4,096"],
+        ["b", "9,000", "4.50x", "7.2", "4,096"],
+        ["c (1 failed: exit 1)", "-", "-", "-", "-"],
     ]
 
 
-def test_table_of_one_seed_without_episodes():
-    found = [canned("a", 1, 2000.0), canned("b", 1, 9000.0, 7.25, None), canned("c", 1, None)]
-    assert cells(compare.render_table(compare.summarize(found, ["a", "b", "c"]))) == [
-        ["a", "2,000", "0.0", "1.00x", "1", "4,096", "-"],
-        ["b", "9,000", "7.2", "4.50x", "-", "4,096", "-"],
-        ["c (1 failed: exit 1)", "-", "-", "-", "-", "-", "-"],
-    ]
+def test_a_peer_counts_with_its_fastest_setting():
+    speeds = {
+        "sb3:SAC": [1500.0, 1000.0, 1800.0],
+        "sb3:SAC --num-threads 1": [2000.0, 1000.0, 2000.0],
+        "sbx:SAC": [None, 4000.0, None],
+        "ours": [8000.0, 8000.0, 6000.0],
+    }
+    rows = table_of([canned(label, i, sps) for label, rounds in speeds.items() for i, sps in enumerate(rounds)])
+    # Ratios of the rounds: 4, 8, 3 and 2.
+    assert [" ".join(row[3:5]) for row in rows] == ["0.90x 0.25x", "1.00x 0.25x", "4.00x 1.00x", "4.00x 2.00x"]
 
 
 def test_last_episodes():
@@ -355,8 +294,7 @@ def test_last_episodes():
 def test_returns_are_compared_where_all_have_come():
     """In the table and in the panel against steps; not in that against wall clock."""
     found = [canned("slow", 1, 1000.0), canned("fast", 1, 2000.0), canned("fast", 2, 2000.0), canned("crash", 1, None)]
-    ends = [300, 900, 800]
-    for trial, end in zip(found, ends, strict=False):
+    for trial, end in zip(found, [300, 900, 800], strict=False):
         trial.summary["global_step"] = end + 50  # no log point there
         trial.metrics = [ended(step, step // 10, float(step)) for step in range(100, end + 1, 100)]
     found[-1].metrics = [ended(100, 10, 1.0)]
@@ -364,34 +302,11 @@ def test_returns_are_compared_where_all_have_come():
     # 30 episodes by then, a third each of 100, 200 and 300.
     assert [row["episodic_return"] for row in rows] == [[pytest.approx(200.0)], [pytest.approx(200.0)] * 2, []]
     table = compare.render_table(rows)
-    assert "| return at step 350 |" in table
-    assert [row[5] for row in cells(table)] == ["350", "900 ± 71", "-"]
-    record = {"rows": rows, "runs": [asdict(trial) for trial in found], "machine": machine_facts(CPU)}
-    _, steps, clock = compare.draw(record, found).axes
+    assert "| return at step 350 |" in table and [row[6] for row in cells(table)] == ["350", "900", "-"]
+    record = {"sweep": None, "rows": rows, "runs": [asdict(t) for t in found], "machine": machine_facts(CPU)}
+    _, steps, clock = compare.draw({**record, "command": ""}).axes
     assert [line.get_xdata()[-1] for line in steps.lines] == [300] * len(steps.lines) == [300] * 4
     assert max(line.get_xdata()[-1] for line in clock.lines) == 9.0
-
-
-@pytest.mark.parametrize(
-    "flags, passed", [([], 30.0), (["--max-seconds", "2.5"], 2.5), (["--max-seconds", "None"], None)]
-)
-def test_every_script_has_the_time_limit(monkeypatch, tmp_path, flags, passed):
-    def run_trials(contenders, *_) -> list:
-        for contender in contenders:
-            args = tyro.cli(trials.script_module(contender).Args, args=contender.command[2:])
-            assert (args.max_seconds, args.total_timesteps) == (passed, 102_400)
-        assert len(contenders) >= 2
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(compare, "run_trials", run_trials)
-    assert run_tool_in_process(monkeypatch, compare, "--out", tmp_path, *flags) == 130
-
-
-def test_an_interrupted_run_does_not_count():
-    trial = canned("a", 1, 2000.0)
-    trial.summary["interrupted"] = True
-    assert trial.failure == "interrupted"
-    assert sps_ratios([trial, canned("b", 1, 1000.0)], "b", "a") == []
 
 
 def test_mean_curve_covers_the_shared_range():
@@ -403,84 +318,213 @@ def test_mean_curve_covers_the_shared_range():
     assert len(x) == len(y) == 0
 
 
-def test_peers_table():
-    found = [
-        *(canned("sb3, 1 thread", i, sps) for i, sps in enumerate([2000.0, 1000.0, 2000.0])),
-        *(canned("ours", i, sps, 5.0, 1.0, 300.0 + i) for i, sps in enumerate([8000.0, 8000.0, 6000.0])),
+@pytest.mark.parametrize("slowest", [300, 10])
+def test_sweep(slowest, tmp_path, monkeypatch, capsys):
+    """Order, table, JSON and picture."""
+
+    def run_trial(contender: Contender, seed: int, runs_dir) -> Trial:
+        asked.append((contender.label, seed))
+        command = shlex.join(contender.command)
+        assert "--gamma 0.9" in command and "--max-seconds=30.0" in command
+        base = 1000 if TD3 in command else 500 if "--tau=0.1" in command else slowest
+        failed = TD3 in command and "--num-envs=8" in command
+        return canned(contender.label, seed, None if failed else base * (1 + ("--num-envs=8" in command)) * (1 + seed))
+
+    asked: list[tuple[str, int]] = []
+    monkeypatch.setattr(trials, "run_trial", run_trial)
+    lines = [f"{TD3}:eager", "sac_continuous_action", "sac_continuous_action --tau=0.1"]
+    flags = ["--contenders", *lines, "--sweep", "num_envs", 8, 1, "--seeds", 1, 2, 4, "--out", tmp_path]
+    assert run_tool_in_process(monkeypatch, compare, *flags, "--", "--gamma", 0.9) == 1
+
+    lines[0] = TD3
+    one_round = [f"{line} --num-envs={value}" for value in (1, 8) for line in lines]
+    assert [label for label, _ in asked] == one_round + one_round[::-1] + one_round
+    assert [seed for _, seed in asked] == [1] * 6 + [2] * 6 + [4] * 6
+
+    text = (tmp_path / "table.md").read_text()
+    assert text.strip() in capsys.readouterr().out and "\n--gamma 0.9\n" in text
+    assert "| sps at --num-envs" in text and cells(text) == [
+        # Factors 2, 3 and 5: the median is 3.
+        [f"{TD3} (3 failed: exit 1)", "3,000", "-"],
+        [lines[1], f"{3 * slowest:,}", f"{6 * slowest:,}"],
+        [lines[2], "1,500", "3,000"],
     ]
-    rows = peers.summarize(found, ["sb3, 1 thread", "ours"], best={"sb3": "sb3, 1 thread"})
-    table = peers.render_table(rows, {"sb3": {"sb3, 1 thread": 2000.0, "sb3, default threads": 1500.0}})
-    assert cells(table) == [
-        ["sb3, 1 thread", "2,000 1,000 2,000", "2,000", "1.00x", "0.0", "-"],
-        # Ratios of the rounds: 4, 8, 3.
-        ["ours", "8,000 8,000 6,000", "8,000", "4.00x", "5.0", "301"],
-    ]
-    assert "sb3, default threads 1,500" in table
+    record = json.loads((tmp_path / "compare.json").read_text())
+    assert record["sweep"] == "num-envs" and record["machine"]["cpu_cores"] > 0 and len(record["runs"]) == 18
+    assert (record["rows"][5]["value"], record["rows"][5]["sps"]) == ("8", [2000, 3000, 5000])
+    assert record["rows"][5]["ratios"] == {"speed-up": []}  # within a value
+    assert (tmp_path / "compare.png").stat().st_size > 10_000
+    (axes,) = compare.draw(record).axes
+    assert [list(line.get_ydata()) for line in axes.lines[::2]] == [[3000], [3 * slowest, 6 * slowest], [1500, 3000]]
+    assert list(axes.lines[5].get_xdata()) == [1] * 3 + [8] * 3
+    assert axes.get_yscale() == ("log" if slowest == 10 else "linear")
+
+
+STEMS = ("compare", "peers", "peers_amd", "scaling", "batch_size", "envpool64")
+COMMITTED = [path for path in sorted(REPOSITORY.glob("doc/benchmarks/*/*.json")) if path.stem in STEMS]
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_committed_results_are_rendered(path):
+    """As the pages have them."""
+    record = json.loads(path.read_text())
+    text = f"{compare.title(record)}\n\n{compare.render_table(record['rows'], record['sweep'])}\n"
+    if path.with_suffix(".md").exists():
+        assert path.with_suffix(".md").read_text() == text
+    pages = path.parent.with_suffix(".md").read_text() + (REPOSITORY / "README.md").read_text()
+    assert all(f" {speed} " in pages for speed in cells(text)[-1][1].split())
+    assert compare.draw(record).axes[0].has_data()
+
+
+# ------------------------------------------------------------------------------------------------------------- PEERS
+
+SMALL = {"gamma": 0.9, "seed": 3, "env_id": "InvertedPendulum-v5", "device": "cpu"}
+REPLAY = {**SMALL, "buffer_size": 600, "batch_size": 16, "learning_starts": 70, "tau": 0.01}
+EVERY = {"train_freq.frequency": 1, "gradient_steps": 1}
+ACTOR_CRITIC = {"actor": {256, 1}, "critic": {256, 1}}, {"policy.actor_state": {256, 1}, "policy.qf_state": {256, 1}}
+FAIR = {
+    "PPO": (
+        {**SMALL, "gae_lambda": 0.8, "ent_coef": 0.02, "vf_coef": 0.3, "max_grad_norm": 0.7, "learning_rate": 2e-4}
+        | {"num_envs": 2, "num_steps": 64, "num_minibatches": 8, "update_epochs": 3, "clip_coef": 0.1},
+        {"n_envs": 2, "n_steps": 64, "batch_size": 16, "n_epochs": 3, "lr_schedule": 2e-4, "clip_range": 0.1},
+        ({"policy": {64, 1}}, {"policy.actor_state": {64, 1}, "policy.vf_state": {64, 1}}),
+    ),
+    "SAC": (
+        {**REPLAY, "num_envs": 2, "policy_lr": 2e-4, "q_lr": 3e-3},
+        {"train_freq.frequency": 1, "gradient_steps": 2, "target_entropy": -1.0, "lr_schedule": 2e-4},
+        (
+            {"log_ent_coef": 0.0, "target_update_interval": 1, **ACTOR_CRITIC[0]},
+            {"qf_learning_rate": 3e-3, "policy_delay": 1, "ent_coef.ent_coef_init": 1.0, **ACTOR_CRITIC[1]},
+        ),
+    ),
+    "SAC ": (  # not tuned
+        {**REPLAY, "autotune": False, "alpha": 0.3},
+        EVERY,
+        ({"ent_coef_tensor": 0.3}, {"ent_coef.ent_coef_init": 0.3}),
+    ),
+    "TD3": (
+        {**REPLAY, "policy_noise": 0.3, "noise_clip": 0.4, "exploration_noise": 0.15, "policy_frequency": 3}
+        | {"learning_rate": 2e-4},
+        {**EVERY, "policy_delay": 3, "target_policy_noise": 0.3, "target_noise_clip": 0.4, "action_noise._sigma": 0.15},
+        ACTOR_CRITIC,
+    ),
+    "DQN": (
+        {**REPLAY, "env_id": "CartPole-v1", "start_e": 0.9, "end_e": 0.1, "exploration_fraction": 0.3}
+        | {"learning_rate": 2e-4, "target_network_frequency": 40, "tau": 1.0},
+        {"train_freq.frequency": 10, "gradient_steps": 1, "target_update_interval": 40, "lr_schedule": 2e-4}
+        | {"exploration_initial_eps": 0.9, "exploration_final_eps": 0.1},
+        # SBX reads the first number of units only.
+        ({"q_net": {120, 84, 2}, "max_grad_norm": float("inf")}, {"policy.qf_state": {120, 2}}),
+    ),
+}
+
+
+def widths(network) -> set[int]:
+    """Output sizes of the dense layers of an SB3 module, or of an SBX state."""
+    if hasattr(network, "modules"):
+        return {layer.out_features for layer in network.modules() if hasattr(layer, "out_features")}
+    import jax
+
+    return {leaf.shape[-1] for leaf in jax.tree.leaves(network.params) if leaf.ndim > 1}
+
+
+@pytest.mark.parametrize(("library", "which"), [("sb3", 0), ("sbx", 1)])
+@pytest.mark.parametrize("algorithm", FAIR)
+def test_peers_have_our_hyperparameters(algorithm, library, which):
+    arguments, both, own = FAIR[algorithm]
+    peer = peers.PEERS[f"{library}:{algorithm.strip()}"]
+    pytest.importorskip(peer.module)
+    args = importlib.import_module(f"leanrl.{peer.script}").Args(**arguments)
+    model = peer.make_model(args, peer.module, peer.make_envs(args))
+    same = {key: value for key, value in arguments.items() if key not in ("env_id", "device") and hasattr(model, key)}
+    assert len(same) > 5
+    for key, value in (same | both | own[which]).items():
+        found = attrgetter(key)(model)
+        if isinstance(value, set):
+            assert widths(found) == value
+        else:
+            number = torch.as_tensor(found(1.0) if callable(found) else found).item()
+            assert number == pytest.approx(value), key
+    assert (model._vec_normalize_env is None) == (algorithm != "PPO")
+
+
+PENDULUM, LATE = "InvertedPendulum-v5", ["--learning-starts=1000", "--batch-size=16", "--log-every=100"]
+ATARI = ["--num-envs=2", "--num-steps=128", "--update-epochs=1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "updates", "points", "clock_start"),
+    [
+        # 600 is cut to 4 rollouts; the first is the warm-up.
+        ("sb3:PPO", [*TINY, "--total-timesteps=600"], 16, [256, 384, 512], 128),
+        # The time is up at once, and the run ends after a whole round.
+        ("sb3:PPO", [*TINY, "--total-timesteps=600", "--max-seconds=1e-6"], 8, [256], 128),
+        # An update after every step; the clock starts 50 of them after learning has started.
+        ("sb3:SAC", [*LATE, f"--env-id={PENDULUM}", "--total-timesteps=1200"], 200, [1100, 1200], 1050),
+        ("sbx:TD3", [*LATE, f"--env-id={PENDULUM}", "--total-timesteps=1200"], 200, [1100, 1200], 1050),
+        # 2 updates after every 5 steps of 4 environments.
+        ("sb3:DQN", [*LATE, "--num-envs=4", "--total-timesteps=2110"], 110, [2100], 2000),
+        ("sb3:PPO-Atari", [*ATARI, "--total-timesteps=768"], 12, [512, 768], 256),
+    ],
+)
+def test_run_of_a_peer(tmp_path, name, flags, updates, points, clock_start):
+    pytest.importorskip(peers.PEERS[name].module)
+    # The number of threads is the library's own choice, where none is given; our DQN's is 1.
+    entry, threads = (name, None) if name == "sb3:DQN" else (f"{name} --num-threads 1", 1)
+    (contender,) = contenders_of([entry], "contenders", CPU, ["--device=cpu", *flags])
+    trials.require_valid(contender)
+    (trial,) = run_trials([contender], [3], tmp_path)
+    assert trial.failure is None and trial.label == entry
+    assert (trial.summary["global_step"], trial.summary["optimizer_steps"]) == (points[-1], updates)
+    assert [point["global_step"] for point in trial.metrics] == points
+    # Of Atari whole games, of 120 steps at least.
+    assert 2 <= trial.summary["episodes"] <= 8 if "Atari" in name else trial.summary["episodes"] > 5
+    assert trial.summary["script"] == name[:3] and trial.summary["warmup_seconds"] > 0
+    assert trial.args["args"]["num_threads"] == threads and trial.args["torch_threads"] == (
+        threads or trial.args["torch_threads"]
+    )
+    assert trial.peak_memory_mb > 50
+    # The clock runs from `clock_start` to the end: longer than between log points, shorter than all but the warm-up.
+    seconds = (points[-1] - clock_start) / trial.summary["sps"]
+    assert seconds > trial.metrics[-1]["charts/wall_seconds"] - trial.metrics[0]["charts/wall_seconds"]
+    assert seconds < trial.summary["wall_seconds"] - trial.summary["warmup_seconds"]
+
+
+def test_environments_that_a_peer_refuses(tmp_path, monkeypatch):
+    pytest.importorskip("stable_baselines3")
+    monkeypatch.chdir(tmp_path)
+    refused = [("TD3", "CartPole-v1", "needs cont"), ("DQN", PENDULUM, "needs Disc"), ("PPO-Atari", "Pung-v5", "Pong")]
+    for algorithm, env_id, said in refused:
+        with pytest.raises(UsageError, match=said):
+            peers.main(f"sb3:{algorithm}", [f"--env-id={env_id}"])
+    assert not list(tmp_path.iterdir())
 
 
 # --------------------------------------------------------------------------------------------------------- END TO END
 
 
-def bar_width(image: np.ndarray, color: str) -> int:
-    """How many pixels the widest line of that colour has in the left third, where the bars are."""
-    left = image[:, : image.shape[1] // 3, :3]
-    return np.all(np.abs(left - matplotlib.colors.to_rgb(color)) < 0.01, axis=2).sum(axis=1).max()
-
-
 def test_compare_end_to_end(tmp_path, monkeypatch, capfd):
     entries = ["ppo_continuous_action", f"{FAST}:eager"]
-    flags = ["--scripts", *entries, "--seeds", 1, 2, "--total-timesteps", 512, "--out", tmp_path]
+    flags = ["--contenders", *entries, "--seeds", 1, 2, "--total-timesteps", 512, "--out", tmp_path]
     assert run_tool_in_process(monkeypatch, compare, *flags, "--", *TINY) == 0
 
     out = capfd.readouterr().out
     assert out.strip().splitlines()[-1] == f"picture: {tmp_path / 'compare.png'}"
+    turns = [("ppo_continuous_action", 1), (FAST, 1), (FAST, 2), ("ppo_continuous_action", 2)]
     headings = [line.split("] ")[1] for line in out.splitlines() if line.startswith("[")]
-    reference, fast = (f"{entry.removesuffix(':eager')}, seed " for entry in entries)
-    assert headings == [reference + "1", fast + "1", fast + "2", reference + "2"]
+    assert headings == [f"{script}, seed {seed}" for script, seed in turns]
 
     record = json.loads((tmp_path / "compare.json").read_text())
-    assert [(run["summary"]["global_step"], run["summary"]["optimizer_steps"]) for run in record["runs"]] == [
-        (512, 16)
-    ] * 4
-    assert [run["args"]["args"]["seed"] for run in record["runs"]] == [1, 1, 2, 2]
-    assert all(len(run["metrics"]) == 4 and run["summary"]["episodes"] > 0 for run in record["runs"])
-    assert all(run["args"]["args"]["max_seconds"] == 30.0 for run in record["runs"])
-    reached = [run["summary"]["episodic_return"] for run in record["runs"]]  # of all episodes, fewer than 100
-    assert record["rows"][0]["episodic_return"] == pytest.approx([reached[0], reached[3]])
-    assert record["rows"][1]["episodic_return"] == pytest.approx(reached[1:3])
-    assert record["machine"]["cpu_cores"] > 0 and "compare" in record["command"]
-    sps = {(run["label"], run["seed"]): run["summary"]["sps"] for run in record["runs"]}
-    speedups = [sps[FAST, seed] / sps["ppo_continuous_action", seed] for seed in (1, 2)]
-    assert record["rows"][1]["speedup"] == pytest.approx(speedups)
-    assert "| return at step 512 |" in (tmp_path / "table.md").read_text()
-    table = cells((tmp_path / "table.md").read_text())
-    assert [row[0] for row in table] == ["ppo_continuous_action", FAST]
-    assert table[1][3].startswith(f"{np.mean(speedups):.2f} ± ")
-
-    image = matplotlib.image.imread(tmp_path / "compare.png")
-    means = [np.mean(row["sps"]) for row in record["rows"]]
-    widths = [bar_width(image, color) for color in COLORS[:2]]
-    assert min(widths) > 10
-    assert widths[1] / widths[0] == pytest.approx(means[1] / means[0], rel=0.1)
-
-
-def test_peer_worker(tmp_path):
-    pytest.importorskip("stable_baselines3")
-    label = "sb3, 1 thread"
-    (contender,) = peers.peer_contenders("sb3", "ppo_continuous_action", [1], [*TINY, "--total-timesteps=600"])
-    assert contender.label == label
-    (trial,) = run_trials([contender], [3], tmp_path)
-    assert trial.failure is None
-    # 600 is cut to 4 rollouts; the first is the warm-up.
-    assert (trial.summary["global_step"], trial.summary["optimizer_steps"]) == (512, 16)
-    assert trial.summary["script"] == "sb3" and trial.summary["episodes"] > 5
-    assert trial.summary["episodic_return"] > 1
-    assert trial.summary["warmup_seconds"] > 0 and trial.peak_memory_mb > 50
-    assert trial.args["torch_threads"] == 1
-    # The clock runs from the second rollout to the end: longer than between these log points, shorter than all
-    # that was not warm-up.
-    first, last = trial.metrics[0], trial.metrics[-1]
-    assert [point["global_step"] for point in trial.metrics] == [256, 384, 512]
-    seconds = (512 - 128) / trial.summary["sps"]
-    assert seconds > last["charts/wall_seconds"] - first["charts/wall_seconds"]
-    assert seconds < trial.summary["wall_seconds"] - trial.summary["warmup_seconds"]
+    runs, (slow_row, fast_row) = record["runs"], record["rows"]
+    assert [(run["label"], run["args"]["args"]["seed"]) for run in runs] == turns
+    for run in runs:
+        assert (run["summary"]["global_step"], run["summary"]["optimizer_steps"]) == (512, 16)
+        assert len(run["metrics"]) == 4 and run["args"]["args"]["max_seconds"] == 30.0
+    reached = [run["summary"]["episodic_return"] for run in runs]  # of all episodes, fewer than 100
+    assert slow_row["episodic_return"] == pytest.approx([reached[0], reached[3]])
+    sps = [run["summary"]["sps"] for run in runs]
+    assert fast_row["ratios"]["speed-up"] == pytest.approx([sps[1] / sps[0], sps[2] / sps[3]])
+    text = (tmp_path / "table.md").read_text()
+    assert text.startswith("InvertedPendulum-v5, seeds 1 2, ") and "| return at step 512 |" in text
+    bars = compare.draw(record).axes[0].patches
+    assert [bar.get_width() for bar in bars] == [np.median(row["sps"]) for row in (slow_row, fast_row)]

@@ -1,6 +1,7 @@
 """tools/evaluate and support/evaluation: a saved model plays as its policy does, a bad one is told in one line."""
 
 import importlib
+import itertools
 import json
 import math
 import shutil
@@ -341,6 +342,46 @@ def test_models_of_scripts_that_are_a_mode_now(algorithm, tmp_path):
         for name in ("weight", "bias"):
             actor[f"fc_heads.{name}"] = torch.cat([actor.pop(f"{head}.{name}") for head in ("fc_mean", "fc_logstd")])
     assert played(old) == expected
+
+
+def packed(agent: dict) -> dict:
+    """Parameters as the fast PPO on Atari had them before, written out number by number."""
+    old = {name: tensor for name, tensor in agent.items() if not name.startswith("network")}
+    for layer, name in ((0, "conv1"), (2, "conv2"), (4, "conv3"), (7, "linear")):
+        old[f"{name}.weight"], old[f"{name}.bias"] = (agent[f"network.{layer}.{kind}"] for kind in ("weight", "bias"))
+    old["conv1.weight"] = torch.zeros(32, 2, 2, 64)
+    for channel, y, x in itertools.product(range(4), range(8), range(8)):
+        place = channel * 16 + y % 4 * 4 + x % 4
+        old["conv1.weight"][:, y // 4, x // 4, place] = agent["network.0.weight"][:, channel, y, x]
+    for name in ("conv2", "conv3"):
+        old[f"{name}.weight"] = old[f"{name}.weight"].permute(0, 2, 3, 1).contiguous()
+    old["linear.weight"] = torch.zeros(512, 49 * 64)
+    for channel, pixel in itertools.product(range(64), range(49)):
+        old["linear.weight"][:, pixel * 64 + channel] = agent["network.7.weight"][:, channel * 49 + pixel]
+    return old
+
+
+def test_models_of_earlier_atari_scripts(tmp_path, monkeypatch, capsys):
+    """The fast variant's parameters were in another layout, also where they had one graph."""
+    module, run_dir = importlib.import_module("leanrl.ppo_atari_envpool"), tmp_path / "run"
+    torch.manual_seed(0)
+    agent = module.Agent(4).state_dict()
+
+    def save_as(script: str, agent: dict) -> None:
+        facts = {"script": script, "args": {"env_id": "Breakout-v5"}}
+        (run_dir / "args.json").write_text(json.dumps(facts))
+        torch.save({**facts, "model": {"agent": agent}}, run_dir / "model.pt")
+
+    run_dir.mkdir()
+    save_as("ppo_atari_envpool", agent)
+    expected = evaluation.play(run_dir, episodes=1)
+    for variant in ("torchcompile", "onegraph"):
+        save_as(f"ppo_atari_envpool_{variant}", packed(agent))
+        loaded = evaluation.in_todays_layout(evaluation.load_model(run_dir)["model"])["agent"]
+        assert loaded.keys() == agent.keys() and all(torch.equal(loaded[name], agent[name]) for name in agent)
+        assert evaluation.play(run_dir, episodes=1) == expected
+    save_as("ppo_atari_envpool_onegraph", {**packed(agent), "linear.weight": torch.zeros(3)})
+    assert "does not fit ppo_atari_envpool_torchcompile" in one_line(monkeypatch, capsys, run_dir)
 
 
 @pytest.mark.parametrize("flags", [["--episodes=0"], ["--episodes=-3"], ["--seed=-1"]])

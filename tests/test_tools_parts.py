@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_tools_compare import run_tool_in_process
+from scripts import run_tool_in_process
 
 import leanrl.dqn as dqn
 from leanrl.tools import parts

@@ -26,7 +26,9 @@ def test_metrics_of_a_run(script, finished_run):
     lines = (finished_run / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     assert [row["global_step"] for row in rows] == list(range(64, 1921, 64))
-    keys = {f"losses/{name}" for name in importlib.import_module(f"leanrl.{script}").LOSS_NAMES} | {"charts/SPS"}
+    fields = importlib.import_module(f"leanrl.{script}").Losses._fields
+    names = [name.replace("qf", f"qf{i}") for name in fields for i in ((1, 2) if name.startswith("qf_") else (0,))]
+    keys = {f"losses/{name}" for name in names} | {"charts/SPS"}
     keys |= {"ppo": {"charts/learning_rate", "losses/explained_variance"}, "dqn": {"charts/epsilon"}}.get(
         script[:3], set()
     )

@@ -34,7 +34,8 @@ EVALUATION_INDEX = 1_000_000
 MAX_VIDEO_FPS = 30
 
 # Scripts that earlier versions had, and what they are a mode of now (--one-graph).
-OLD_NAMES = {f"{name}_continuous_action_onegraph": f"{name}_continuous_action_torchcompile" for name in ("sac", "td3")}
+ONE_GRAPH = ("sac_continuous_action", "td3_continuous_action", "ppo_atari_envpool")
+OLD_NAMES = {f"{name}_onegraph": f"{name}_torchcompile" for name in ONE_GRAPH}
 
 Policy = Callable[[np.ndarray], np.ndarray]
 
@@ -84,18 +85,30 @@ def load_policy(run_dir: Path, saved: dict, envs: gym.vector.VectorEnv) -> Polic
     """
     script = training_script(run_dir, saved)
     try:
-        return script.load_policy(with_separate_heads(saved["model"]), envs)
+        return script.load_policy(in_todays_layout(saved["model"]), envs)
     except Exception as error:  # missing tensors, other shapes: whatever the script makes of a foreign file
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise UsageError(f"{run_dir}/model.pt: does not fit {saved['script']} ({reason[0]})") from None
 
 
-def with_separate_heads(model: dict) -> dict:
-    """A saved model whose actor, if it is of the fast SAC that had both heads in one layer, has two of them."""
-    if "fc_heads.weight" in model.get("actor", {}):
-        actor = model["actor"]
+def in_todays_layout(model: dict) -> dict:
+    """A saved model, its parameters as the references keep them; earlier fast variants had other layouts.
+
+    SAC's had both heads of the actor in one layer; PPO's on Atari had kernels [out, H, W, in], the first layer's of
+    2 x 2 blocks of 4 x 4 pixels each.
+    """
+    actor, agent = model.get("actor", {}), model.get("agent", {})
+    if "fc_heads.weight" in actor:
         for name in ("weight", "bias"):
             actor[f"fc_mean.{name}"], actor[f"fc_logstd.{name}"] = actor.pop(f"fc_heads.{name}").chunk(2)
+    if "conv1.weight" in agent:
+        blocks = agent["conv1.weight"].view(32, 2, 2, 4, 4, 4)
+        agent["conv1.weight"] = blocks.permute(0, 1, 4, 2, 5, 3).reshape(32, 8, 8, 4)
+        agent["linear.weight"] = agent["linear.weight"].view(512, 7, 7, 64)
+        for i, name in ((0, "conv1"), (2, "conv2"), (4, "conv3"), (7, "linear")):
+            agent[f"network.{i}.weight"] = agent.pop(f"{name}.weight").permute(0, 3, 1, 2)
+            agent[f"network.{i}.bias"] = agent.pop(f"{name}.bias")
+        agent["network.7.weight"] = agent["network.7.weight"].flatten(1)
     return model
 
 

@@ -1,9 +1,11 @@
 """Around ``torch.compile`` and ``CudaGraphModule``: compiled steps without call overhead, warm-up without a trace."""
 
-from collections.abc import Callable, Iterable
+import gc
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 # CudaGraphModule runs eagerly this many times before it captures.
 CUDAGRAPH_WARMUP = 3
@@ -19,6 +21,8 @@ if torch.__version__ < (2, 13):
     SAME_SAMPLES |= {"reorder_for_peak_memory": False, "reorder_for_locality": False}
 CPU_OPTIONS = {
     **SAME_SAMPLES,
+    # A CompiledStep's inputs are the same tensors for ever: their sizes need no second look.
+    "size_asserts": False,
     # Leaves out probe builds that ask whether the compiler knows AVX-512. Any that builds PyTorch's C++20 headers does.
     "cpp.vec_isa_ok": True,
     # tanh from one exp instead of SLEEF's: a sixth of a small update, for an absolute error of 2e-7.
@@ -111,28 +115,87 @@ def make_executable(
 ) -> Callable[..., torch.Tensor | None]:
     """``fn``, compiled (as ``CompiledStep``, with its arguments and demands) and captured as a script's flags say.
 
-    ``urgent`` lets a captured graph's kernels go before those of other streams.
+    ``urgent`` lets a captured graph's kernels go before those of other streams; the next call overwrites its result.
     """
     if compile:
         fn = CompiledStep(fn, device, cpp_wrapper, **options)
     if cudagraphs:
-        from tensordict.nn import CudaGraphModule
-
-        fn = CudaGraphModule(fn, warmup=CUDAGRAPH_WARMUP, device=device)
         if urgent:
             # A graph's kernels have the priority of the stream of its capture, whatever stream replays it. On a stream
             # of its own it also shares no workspace of cuBLAS with the graphs that run beside it: PyTorch's ordinary
-            # streams are handed out in turn, and come round again.
-            if not hasattr(fn, "_capture_stream"):
-                raise RuntimeError("CudaGraphModule has no _capture_stream: install tensordict as in requirements/")
-            fn._capture_stream = torch.cuda.Stream(device, priority=URGENT)
+            # streams are handed out in turn, and come round again. CudaGraphModule takes no stream.
+            return Captured(fn, torch.cuda.Stream(device, priority=URGENT))
+        from tensordict.nn import CudaGraphModule
+
+        fn = CudaGraphModule(fn, warmup=CUDAGRAPH_WARMUP, device=device)
     return fn
 
 
+class Captured:
+    """The function ``fn(*args)`` as one CUDA graph. Every call does its work; that after CUDAGRAPH_WARMUP captures it.
+
+    What ``fn`` reads and writes besides must lie at the same addresses for ever, CPU tensors in pinned memory, and
+    nothing in it may wait for the device. Capture on the main thread; other threads may use CUDA meanwhile, but draw no
+    random numbers there and replay no graphs.
+
+    Args:
+        fn: takes tensors of unchanging shapes, which are copied to where the graph reads them. What it returns, the
+            calls return: once captured always the same object, whose tensors the next call overwrites.
+        stream: of the warm-up and the capture. Calls wait for what the current stream was given before, and the
+            current stream for them.
+    """
+
+    def __init__(self, fn: Callable, stream: torch.cuda.Stream) -> None:
+        self._fn = fn
+        # The warm-up runs on the stream of the capture: libraries make their workspaces on first use of a stream.
+        self._stream = stream
+        self._calls = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, *args: torch.Tensor):
+        if self._graph is None and self._calls < CUDAGRAPH_WARMUP:
+            self._calls += 1
+            current = torch.cuda.current_stream(self._stream.device)
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                result = self._fn(*args)
+            current.wait_stream(self._stream)
+            return result
+        if self._graph is None:
+            graph = torch.cuda.CUDAGraph()
+            self._args = [arg.clone() for arg in args]
+            in_thread = torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local")
+            with no_garbage_collection(), in_thread:
+                self._result = self._fn(*self._args)
+            self._graph = graph
+        for ours, arg in zip(self._args, args, strict=True):
+            ours.copy_(arg, non_blocking=True)
+        self._graph.replay()
+        return self._result
+
+
 @contextmanager
-def untouched(tensors: Iterable[torch.Tensor], device: torch.device):
-    """Puts ``tensors`` (in place, at the same addresses) and PyTorch's random generators back on exit."""
-    tensors = list(tensors)
+def no_garbage_collection() -> Iterator[None]:
+    """Collects Python's garbage on entry and none until exit: a graph that is destroyed in a capture invalidates it."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def untouched(state, device: torch.device):
+    """Puts the tensors in ``state`` (in place, at the same addresses) and PyTorch's random generators back on exit.
+
+    Args:
+        state: lists, tuples and dictionaries in any depth: state dicts, say.
+        device: where the tensors are.
+    """
+    tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
     copies = [tensor.detach().clone() for tensor in tensors]
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):

@@ -1,4 +1,4 @@
-"""Gymnasium's vector NormalizeObservation and NormalizeReward as tensor operations, for the fast rungs.
+"""Gymnasium's vector NormalizeObservation and NormalizeReward as tensor operations, for the fast variants.
 
 The wrappers cost more than a MuJoCo simulator. Tested equal to them in tests/test_ppo_continuous_equality.py.
 """
@@ -22,7 +22,7 @@ class RunningMoments:
     def start(cls, shape: tuple[int, ...], device: torch.device) -> "RunningMoments":
         """Moments of nothing yet, for elements of ``shape``."""
         options = {"dtype": torch.float64, "device": device}
-        # The count has shape [1] for the reason given in FlatAdam.
+        # The count has shape [1] for the reason given in Adam.
         return cls(torch.zeros(shape, **options), torch.ones(shape, **options), torch.full((1,), 1e-4, **options))
 
     def update(self, batch: torch.Tensor) -> None:
@@ -38,12 +38,9 @@ class RunningMoments:
         """``x`` [..., shape] less the mean, over the deviation, clipped to [-10, 10], in float32."""
         return ((x - self.mean) / torch.sqrt(self.var + 1e-8)).float().clamp(-10, 10)
 
-    def tensors(self) -> list[torch.Tensor]:
-        """Everything that ``update`` changes."""
-        return [self.mean, self.var, self.count]
-
     def state_dict(self) -> dict[str, torch.Tensor]:
-        return {"mean": self.mean.clone(), "var": self.var.clone(), "count": self.count.clone()}
+        """The tensors themselves, as ``nn.Module.state_dict`` gives them."""
+        return {"mean": self.mean, "var": self.var, "count": self.count}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         for name, tensor in state.items():

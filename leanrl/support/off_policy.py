@@ -1,11 +1,10 @@
 """What off-policy scripts check, save and resume alike."""
 
-from collections.abc import Sequence
 from copy import deepcopy
+from typing import NamedTuple
 
 import torch
 from gymnasium.vector import VectorEnv
-from torch.utils._pytree import tree_leaves
 
 from leanrl.support.envs import save_envs
 from leanrl.support.episodes import EpisodeStatistics
@@ -54,10 +53,10 @@ class OffPolicyState:
         replay = self._replay.state_dict() if self._args.checkpoint_replay else None
         return {**parts, "replay": replay, "envs": save_envs(self._envs, self._episodes)}
 
-    def tensors(self) -> list[torch.Tensor]:
-        """All that a step of training changes, at the addresses where it is."""
+    def tensors(self) -> list:
+        """All that a step of training changes, at the addresses where it is: tensors and state dicts."""
         parts = [part if isinstance(part, torch.Tensor) else part.state_dict() for part in self._parts.values()]
-        return [leaf for leaf in tree_leaves(parts) if isinstance(leaf, torch.Tensor)] + self._replay.tensors()
+        return [*parts, *self._replay.tensors()]
 
     def resume(self, run: Run) -> UpdateSchedule:
         """Restores in place what the run's checkpoint holds, if it is resumed; returns when updates fall due.
@@ -83,7 +82,15 @@ class OffPolicyState:
         return UpdateSchedule(args.num_envs, learning_starts, args.updates_per_step)
 
 
-def named_losses(run: Run, names: Sequence[str], losses: torch.Tensor) -> dict[str, float]:
-    """``losses`` [len(names)] for a log point; none before the first update, which computes them."""
-    values = losses.tolist() if run.optimizer_steps else []
-    return {f"losses/{name}": value for name, value in zip(names, values, strict=False)}
+def named_losses(run: Run, losses: NamedTuple) -> dict[str, float]:
+    """A script's ``Losses`` for a log point; none before the first update, which computes them.
+
+    Of two critics' qf_loss [2] come qf1_loss and qf2_loss.
+    """
+    if not run.optimizer_steps:
+        return {}
+    named = {}
+    for name, values in losses._asdict().items():
+        names = [name] if len(values) == 1 else [name.replace("qf", f"qf{i + 1}") for i in range(len(values))]
+        named |= {f"losses/{name}": value for name, value in zip(names, values.tolist(), strict=True)}
+    return named

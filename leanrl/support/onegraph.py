@@ -1,67 +1,11 @@
-"""Raw CUDA graphs for the one-graph rungs: work that reads its inputs where they lie, and leaves its results there."""
+"""One CUDA graph for all that an off-policy script does between two steps of the environments (--one-graph)."""
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
-from leanrl.support.executables import CUDAGRAPH_WARMUP, URGENT
-
-
-class Captured:
-    """The function ``fn()`` as one CUDA graph. Every call does its work; the call after CUDAGRAPH_WARMUP captures it.
-
-    What ``fn`` reads and writes must lie at the same addresses for ever, CPU tensors in pinned memory, and nothing in
-    it may wait for the device. Capture on the main thread; other threads may use CUDA meanwhile, but draw no random
-    numbers there and replay no graphs.
-
-    Args:
-        fn: what it returns, the calls return. Once captured this is always the same object, whose tensors the next
-            call overwrites.
-        stream: of the warm-up and the capture. Calls wait for what the current stream was given before, and the
-            current stream for them.
-    """
-
-    def __init__(self, fn: Callable[[], Any], stream: torch.cuda.Stream) -> None:
-        self._fn = fn
-        # The warm-up runs on the stream of the capture: libraries make their workspaces on first use of a stream.
-        self._stream = stream
-        self._calls = 0
-        self._graph: torch.cuda.CUDAGraph | None = None
-
-    def __call__(self) -> Any:
-        if self._graph is None and self._calls < CUDAGRAPH_WARMUP:
-            self._calls += 1
-            current = torch.cuda.current_stream(self._stream.device)
-            self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):
-                result = self._fn()
-            current.wait_stream(self._stream)
-            return result
-        if self._graph is None:
-            graph = torch.cuda.CUDAGraph()
-            in_thread = torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local")
-            with no_garbage_collection(), in_thread:
-                self._result = self._fn()
-            self._graph = graph
-        self._graph.replay()
-        return self._result
-
-
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Collects Python's garbage on entry and none until exit: a graph that is destroyed in a capture invalidates it."""
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+from leanrl.support.executables import URGENT, Captured
 
 
 def pinned_like(x: torch.Tensor) -> torch.Tensor:

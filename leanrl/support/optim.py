@@ -1,4 +1,6 @@
-"""Optimisers written out over one flat vector, so that clipping, moments and step are a handful of fused operations."""
+"""Optimisers that compile: ``Adam`` over parameters as they are, others over the flat vector that learners exchange."""
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn as nn
@@ -102,11 +104,53 @@ class FlatParameters:
         return torch.cat([named[name].reshape(-1) for name in self.names])
 
 
-class FlatAdam(FlatParameters):
+class FlatOptimizer(FlatParameters):
+    """What the two below share: averages over the steps, and a state in the format of PyTorch's optimiser.
+
+    Args:
+        module, lr: as in ``FlatParameters``.
+        averages: their names in the state.
+        options: what else PyTorch's ``param_groups`` hold.
+    """
+
+    def __init__(self, module: nn.Module, lr: float, averages: Sequence[str], **options) -> None:
+        super().__init__(module, lr)
+        self.averages = {name: torch.zeros_like(self.params) for name in averages}
+        self.options = options
+        # float64: 1 - 0.999 ** step has four digits in float32 when training starts, which counts to 2**24. Shape [1],
+        # because TorchInductor takes a 0-d float64 or int64 CPU tensor for a Python number and loses what is written.
+        self.num_steps = torch.zeros(1, dtype=torch.float64, device=self.params.device)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Everything that a step changes."""
+        return [self.params, *self.averages.values(), self.num_steps, self.lr]
+
+    def state_dict(self) -> dict:
+        """In the format of PyTorch's."""
+        averages = {key: self.unflatten(average.clone()) for key, average in self.averages.items()}
+        step = self.num_steps[0].cpu()
+        state = {
+            i: {"step": step.clone(), **{key: average[name] for key, average in averages.items()}}
+            for i, name in enumerate(self.names)
+        }
+        group = {"lr": self.lr.item(), **self.options, "params": list(range(len(self.names)))}
+        return {"state": state, "param_groups": [group]}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Copies what ``state_dict``, or PyTorch's over the same parameters, saved."""
+        state = state_dict["state"]
+        if state:  # PyTorch's have none before their first step
+            for key, average in self.averages.items():
+                average.copy_(torch.cat([state[i][key].reshape(-1) for i in range(len(self.names))]))
+            self.num_steps.fill_(float(state[0]["step"]))
+        self.lr.fill_(float(state_dict["param_groups"][0]["lr"]))
+
+
+class FlatAdam(FlatOptimizer):
     """Adam (https://arxiv.org/abs/1412.6980, algorithm 1) whose whole step is plain tensor operations.
 
     ``torch.optim.Adam.step`` breaks a ``torch.compile`` graph and walks Python lists; this traces into the graph of the
-    loss, and keeps its state in ``torch.optim.Adam``'s format.
+    loss.
 
     Args:
         module, lr: as in ``FlatParameters``.
@@ -115,12 +159,8 @@ class FlatAdam(FlatParameters):
     """
 
     def __init__(self, module: nn.Module, lr: float, eps: float, betas: tuple[float, float] = (0.9, 0.999)) -> None:
-        super().__init__(module, lr)
-        self.exp_avg = torch.zeros_like(self.params)
-        self.exp_avg_sq = torch.zeros_like(self.params)
-        # float64: 1 - 0.999 ** step has four digits in float32 when training starts. Shape [1], because TorchInductor
-        # takes a 0-d float64 or int64 CPU tensor for a Python number and loses what is written to it.
-        self.num_steps = torch.zeros(1, dtype=torch.float64, device=self.params.device)
+        super().__init__(module, lr, ("exp_avg", "exp_avg_sq"), betas=betas, eps=eps)
+        self.exp_avg, self.exp_avg_sq = self.averages.values()
         self.eps = eps
         self.betas = betas
 
@@ -135,35 +175,9 @@ class FlatAdam(FlatParameters):
         denominator = self.exp_avg_sq.sqrt() / bias_correction2_sqrt + self.eps
         self.params.sub_(step_size * self.exp_avg / denominator)
 
-    def tensors(self) -> list[torch.Tensor]:
-        """Everything that a step changes."""
-        return [self.params, self.exp_avg, self.exp_avg_sq, self.num_steps, self.lr]
 
-    def state_dict(self) -> dict:
-        """In ``torch.optim.Adam``'s format."""
-        averages = self.unflatten(self.exp_avg.clone()), self.unflatten(self.exp_avg_sq.clone())
-        step = self.num_steps[0].cpu()  # float64: float32 counts to 2**24
-        state = {
-            i: {"step": step.clone(), "exp_avg": averages[0][name], "exp_avg_sq": averages[1][name]}
-            for i, name in enumerate(self.names)
-        }
-        group = {"lr": self.lr.item(), "betas": self.betas, "eps": self.eps, "params": list(range(len(self.names)))}
-        return {"state": state, "param_groups": [group]}
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        """Copies what ``state_dict``, or a ``torch.optim.Adam`` over the same parameters, saved."""
-        state = state_dict["state"]
-        if state:  # Adam has none before its first step.
-            for target, key in ((self.exp_avg, "exp_avg"), (self.exp_avg_sq, "exp_avg_sq")):
-                target.copy_(torch.cat([state[i][key].reshape(-1) for i in range(len(self.names))]))
-            self.num_steps.fill_(float(state[0]["step"]))
-        self.lr.fill_(float(state_dict["param_groups"][0]["lr"]))
-
-
-class FlatRMSProp(FlatParameters):
+class FlatRMSProp(FlatOptimizer):
     """RMSProp as ``torch.optim.RMSprop`` computes it, which IMPALA wants: eps stands outside the root.
-
-    The state is kept in ``torch.optim.RMSprop``'s format.
 
     Args:
         module, lr: as in ``FlatParameters``.
@@ -172,9 +186,8 @@ class FlatRMSProp(FlatParameters):
     """
 
     def __init__(self, module: nn.Module, lr: float, alpha: float, eps: float) -> None:
-        super().__init__(module, lr)
-        self.square_avg = torch.zeros_like(self.params)
-        self.num_steps = torch.zeros(1, dtype=torch.float64, device=self.params.device)  # counted for the format alone
+        super().__init__(module, lr, ("square_avg",), alpha=alpha, eps=eps)
+        (self.square_avg,) = self.averages.values()
         self.alpha = alpha
         self.eps = eps
 
@@ -184,26 +197,6 @@ class FlatRMSProp(FlatParameters):
         self.square_avg.mul_(self.alpha).addcmul_(grad, grad, value=1 - self.alpha)
         lr = computed_once(self.lr.to(grad.dtype))
         self.params.sub_(lr * grad / (self.square_avg.sqrt() + self.eps))
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Everything that a step changes."""
-        return [self.params, self.square_avg, self.num_steps, self.lr]
-
-    def state_dict(self) -> dict:
-        """In ``torch.optim.RMSprop``'s format."""
-        step = self.num_steps[0].cpu()
-        averages = self.unflatten(self.square_avg.clone())
-        state = {i: {"step": step.clone(), "square_avg": averages[name]} for i, name in enumerate(self.names)}
-        group = {"lr": self.lr.item(), "alpha": self.alpha, "eps": self.eps, "params": list(range(len(self.names)))}
-        return {"state": state, "param_groups": [group]}
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        """Copies what ``state_dict``, or a ``torch.optim.RMSprop`` over the same parameters, saved."""
-        state = state_dict["state"]
-        if state:
-            self.square_avg.copy_(torch.cat([state[i]["square_avg"].reshape(-1) for i in range(len(self.names))]))
-            self.num_steps.fill_(float(state[0]["step"]))
-        self.lr.fill_(float(state_dict["param_groups"][0]["lr"]))
 
 
 def clip_grad_norm(grad: torch.Tensor, max_norm: float) -> torch.Tensor:

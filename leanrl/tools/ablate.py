@@ -1,4 +1,4 @@
-"""What each trick of the fast rungs is worth: measured on the CPU without and with it, in turn.
+"""What each trick of the fast variants is worth: measured on the CPU without and with it, in turn.
 
 Before they are timed, the two sides of a pair must compute the same, but for rounding or where the trick is to compute
 something else (in bfloat16, say). Groups of rows: ppo, startup (of PPO), td3, replay, sac, dqn, atari, and eager:

@@ -41,7 +41,7 @@ class Dqn:
         update, losses = fast.make_update(self.q_network, deepcopy(self.q_network), optimizer, self.replay, args)
         executables = fast.make_executables(self.q_network, self.replay, self.staging, update, args)
         self.greedy, self.learn, self.update = executables
-        self.touched = [*self.q_network.parameters(), *state_tensors(optimizer), *self.replay.tensors(), losses]
+        self.touched = [*self.q_network.parameters(), *state_tensors(optimizer), *self.replay.tensors(), *losses]
         self.obs = rng.normal(size=(100, 1, obs_dim)).astype(np.float32)
 
 

@@ -62,7 +62,7 @@ def eager_item():
         def step(with_actor: bool) -> None:
             learner.update(with_actor)
             if read:
-                [loss.item() for loss in learner.losses]
+                [loss.tolist() for loss in learner.losses]
 
         return bursts(learner, step)
 

@@ -46,7 +46,7 @@ class Learner:
     """trains on one batch; the flag says whether the actor too"""
     networks: Sequence[Sequence[torch.Tensor]]
     """the parameters of each, the targets' too"""
-    losses: torch.Tensor
+    losses: Sequence[torch.Tensor]
     optimizers: Sequence[torch.optim.Optimizer]
     others: Sequence[torch.Tensor] = ()
     """to compare beside the losses and parameters"""
@@ -81,7 +81,7 @@ def bursts(learner: Learner, step: Callable[[bool], None], num_threads: int | No
     seeds = itertools.count()
 
     def results():
-        yield learner.losses
+        yield from learner.losses
         yield from learner.others
         for network, start in zip(learner.networks, starts, strict=True):
             yield flat(network) - start
@@ -93,7 +93,7 @@ def bursts(learner: Learner, step: Callable[[bool], None], num_threads: int | No
                 step(with_actor)
         return results()
 
-    touched = [learner.losses, *learner.others, *learner.touched, *itertools.chain(*learner.networks)]
+    touched = [*learner.losses, *learner.others, *learner.touched, *itertools.chain(*learner.networks)]
     touched += itertools.chain(*map(state_tensors, learner.optimizers))
     return Side(burst, NUM_UPDATES, NUM_UPDATES, touched, num_threads or available_cores())
 

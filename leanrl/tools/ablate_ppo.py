@@ -6,12 +6,14 @@ rollout (2,048 steps and the like) or an epoch of updates (32).
 
 import tempfile
 import timeit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from unittest.mock import patch
 
 import gymnasium as gym
 import numpy as np
 import torch
+from torch.nn.utils import parameters_to_vector
 
 import leanrl.ppo_continuous_action as reference
 import leanrl.ppo_continuous_action_torchcompile as fast
@@ -20,7 +22,7 @@ from leanrl.support.envs import env_seeds, make_env, make_envs
 from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.executables import CPU_OPTIONS, CompiledStep, compile_options
 from leanrl.support.normalization import RewardNormalizer, RunningMoments
-from leanrl.support.optim import FlatAdam
+from leanrl.support.optim import Adam
 from leanrl.tools.ablation import CPU, Compiler, Group, Pair, Side, eager, in_pieces, pair, printed_by_process
 
 ENV_ID, OBS_DIM, ACTION_DIM = "HalfCheetah-v5", 17, 6
@@ -31,7 +33,7 @@ NUM_STEPS = fast.Args.num_steps
 
 
 class Parts:
-    """What the fast rung's ``main`` makes before its loop, and a finished rollout; the same numbers every time."""
+    """What the fast variant's ``main`` makes before its loop, and a finished rollout; the same numbers every time."""
 
     def __init__(self, num_envs: int = 1, as_sums: bool = True) -> None:
         self.args = args = fast.Args(num_envs=num_envs)
@@ -41,18 +43,18 @@ class Parts:
         with torch.no_grad(), torch.random.fork_rng([]):
             torch.manual_seed(1)
             self.agent = fast.Agent(OBS_DIM, ACTION_DIM)
-            self.optimizer = FlatAdam(self.agent, lr=args.learning_rate, eps=1e-5)
+            self.optimizer = Adam(self.agent.parameters(), lr=args.learning_rate, eps=1e-5)
             self.rollout = rollout = fast.Rollout.allocate(*shape, OBS_DIM, ACTION_DIM, CPU)
+            self.noise, self.row = torch.randn_like(rollout.actions), torch.zeros(1, dtype=torch.int64)
             self.moments = RunningMoments.start((OBS_DIM,), CPU)
             self.normalize_rewards = RewardNormalizer(num_envs, args.gamma, CPU)
             high = np.ones(ACTION_DIM, np.float32)
-            policy = fast.make_policy(self.agent, self.moments, rollout, -high, high, as_sums and num_envs == 1)
-            self.observe, self.act, self.policy_step = policy
+            policy = self.agent, self.moments, rollout, self.noise, self.row, -high, high, as_sums and num_envs == 1
+            self.observe, self.act, self.policy_step = fast.make_acting(*policy)
             self.update = fast.make_update(self.agent, self.optimizer, rollout, args)
             self.raw_obs = list(1 + 3 * torch.randn(*shape, OBS_DIM, dtype=torch.float64))
             rollout.obs.normal_()
-            rollout.noise.normal_()
-            rollout.actions.copy_(self.agent.actor_mean(rollout.obs[:-1]) + rollout.noise)
+            rollout.actions.copy_(self.agent.actor_mean(rollout.obs) + self.noise)
             terminations, truncations = (torch.rand(2, *shape) < 0.001).float()
             dones = torch.maximum(terminations, truncations)
             # What environments would have returned: rewards, terminations, dones, resets.
@@ -66,12 +68,12 @@ class Parts:
 
 
 def as_policy(fn: Callable) -> Callable:
-    """Compiled as the fast rung compiles its policy step."""
+    """Compiled as the fast variant compiles its policy step."""
     return fast.make_executables(fn, fn, fast.Args(compile=True), CPU)[0]
 
 
 def as_update(fn: Callable) -> Callable:
-    """Compiled as the fast rung compiles its update."""
+    """Compiled as the fast variant compiles its update."""
     return fast.make_executables(fn, fn, fast.Args(compile=True), CPU)[1]
 
 
@@ -84,47 +86,44 @@ def unwrapped(fn: Callable) -> Callable:
 
 
 def plainly_compiled(cpp_wrapper: bool) -> Compiler:
+    torch._dynamo.config.trace_autograd_ops = True  # for good: to patch it at each call would be timed
     return torch.compile(fullgraph=True, dynamic=False, options=compile_options(CPU, cpp_wrapper))
 
 
-def as_update_with_sleef(fn: Callable) -> Callable:
-    with patch.dict(CPU_OPTIONS, {"cpp.use_decompose_tanh": False}):
-        return as_update(fn)  # which reads the options now
+def as_update_with(option: str, value: bool) -> Compiler:
+    def compiler(fn: Callable) -> Callable:
+        with patch.dict(CPU_OPTIONS, {option: value}):
+            return as_update(fn)  # which reads the options now
+
+    return compiler
 
 
-def updates(parts: Parts, step: Callable, get_params: Callable, touched: Sequence[torch.Tensor]) -> Side:
-    """An epoch of updates: ``step(mb_inds)`` for every minibatch."""
-    start = get_params().clone()
+as_update_with_sleef = as_update_with("cpp.use_decompose_tanh", False)
 
+
+def updating(
+    compiler: Compiler = as_update,
+    num_envs: int = 1,
+    num_threads: int | None = None,
+    optimizer_class: Callable | None = None,
+) -> Side:
+    """An epoch of updates, one for every minibatch, by the script's optimiser or by another."""
+    parts = Parts(num_envs)
+    agent, optimizer, update = parts.agent, parts.optimizer, parts.update
+    if optimizer_class is not None:
+        optimizer = optimizer_class(agent.parameters(), lr=parts.args.learning_rate, eps=1e-5)
+        update = reference.make_update(agent, optimizer, parts.rollout, parts.args)
+    step = compiler(update)
+    start = parameters_to_vector(agent.parameters()).detach()
+
+    @torch.enable_grad()
     def burst():
         for mb_inds in parts.minibatches:
             losses = step(mb_inds)
-        return get_params() - start, losses
+        return parameters_to_vector(agent.parameters()).detach() - start, losses
 
-    steps = parts.batch_size / parts.args.update_epochs
-    return Side(burst, steps, len(parts.minibatches), touched, parts.num_threads)
-
-
-def updating(compiler: Compiler = as_update, num_envs: int = 1, num_threads: int | None = None) -> Side:
-    """The fast rung's updates."""
-    parts = Parts(num_envs)
-    parts.num_threads = num_threads or parts.num_threads
-    optimizer = parts.optimizer
-    return updates(parts, compiler(parts.update), lambda: optimizer.params, optimizer.tensors())
-
-
-def reference_updating(compiler: Compiler = eager, fused: bool = False) -> Side:
-    """The reference's: ``.backward()`` and ``torch.optim.Adam``, rows gathered as in its loop."""
-    parts, agent = Parts(), reference.Agent(OBS_DIM, ACTION_DIM)
-    agent.load_state_dict(parts.agent.state_dict())
-    optimizer = torch.optim.Adam(agent.parameters(), lr=parts.args.learning_rate, eps=1e-5, fused=fused)
-    update = reference.make_update(agent, optimizer, parts.args)
-    batch = parts.rollout.minibatch(torch.arange(parts.batch_size))
-    params = list(agent.parameters())
-    step = compiler(lambda mb_inds: update(*[x[mb_inds] for x in batch]))
-    side = updates(parts, step, lambda: torch.nn.utils.parameters_to_vector(params).detach(), params)
-    side.burst = torch.enable_grad()(side.burst)
-    return side
+    steps, touched = parts.batch_size / parts.args.update_epochs, [agent.state_dict(), optimizer.state_dict()]
+    return Side(burst, steps, len(parts.minibatches), touched, num_threads or parts.num_threads)
 
 
 def acting(
@@ -138,19 +137,19 @@ def acting(
     parts = parts or Parts()
     rollout, rewards = parts.rollout, parts.normalize_rewards
     step = compiler(step or parts.policy_step)
-    filled = [rollout.obs, rollout.values, rollout.logprobs, rollout.advantages, rollout.returns]
+    filled = [rollout.obs, rollout.values, rollout.logprobs[:-1], rollout.advantages, rollout.returns]
 
     def burst():
-        rollout.step.zero_()
+        parts.row.zero_()
         start()
         for raw_obs in parts.raw_obs:
             step(raw_obs)
         finish()
         # The deviation is still 1, so that this is the mean, whatever the noise.
-        return rollout.actions - rollout.noise, *filled
+        return (rollout.actions - parts.noise)[:-1], *filled
 
-    moments = [*parts.moments.tensors(), *rewards.moments.tensors(), rewards.discounted]
-    touched = [*filled, *moments, rollout.actions, rollout.noise, rollout.step]
+    moments = [parts.moments.state_dict(), rewards.moments.state_dict(), rewards.discounted]
+    touched = [*filled, *moments, rollout.actions, parts.noise, parts.row]
     return Side(burst, NUM_STEPS, calls=NUM_STEPS, touched=touched)
 
 
@@ -166,14 +165,10 @@ STARTUP = Group(f"PPO for continuous actions, {ENV_ID}: compiling when a run sta
 
 @PPO.row
 def update():
-    yield pair("update written out, eager", reference_updating(), updating(eager))
-    yield pair("update written out and compiled", reference_updating(), updating())
-
-
-@PPO.row
-def one_graph():
-    broken = reference_updating(in_pieces, fused=True)
-    yield pair("one graph, not .backward() and Adam(fused)", broken, updating())
+    plain = updating(eager, optimizer_class=torch.optim.Adam)
+    yield pair("update compiled as one graph", plain, updating())
+    fused = partial(torch.optim.Adam, fused=True)
+    yield pair("one graph, not .backward() and Adam(fused)", updating(in_pieces, optimizer_class=fused), updating())
 
 
 @PPO.row
@@ -186,6 +181,11 @@ def direct_call():
 def cpp_wrapper():
     yield pair("Python's wrapper, not C++'s: policy step", acting(wrapped), acting(unwrapped))
     yield pair("cpp_wrapper: update", updating(unwrapped), updating(wrapped))
+
+
+@PPO.row
+def size_asserts():
+    yield pair("no checks of the inputs' sizes: update", updating(as_update_with("size_asserts", True)), updating())
 
 
 @STARTUP.row
@@ -218,10 +218,8 @@ def time_first_calls(
     CPU_OPTIONS.update(added)
     torch.set_num_threads(1)
     parts = Parts()
-    parts.rollout.step.zero_()
     policy_step, update = policy(parts.policy_step), update(parts.update)
-    with torch.no_grad():
-        print(timeit.timeit(lambda: (policy_step(parts.raw_obs[0]), update(parts.minibatches[0])), number=1))
+    print(timeit.timeit(lambda: (policy_step(parts.raw_obs[0]), update(parts.minibatches[0])), number=1))
 
 
 @PPO.row
@@ -251,18 +249,24 @@ def deferred():
 
     def step(raw_obs: torch.Tensor) -> torch.Tensor:
         parts.observe(raw_obs)
-        obs, noise = (x.index_select(0, rollout.step).squeeze(0) for x in (rollout.obs, rollout.noise))
-        rollout.values.index_copy_(0, rollout.step, fast.mlp_as_sums(agent.critic, obs).squeeze(-1).unsqueeze(0))
-        rollout.logprobs.index_copy_(0, rollout.step, fast.gaussian_logprob(noise, agent.actor_logstd).unsqueeze(0))
+        obs = rollout.obs.index_select(0, parts.row).squeeze(0)
+        mean = fast.mlp_as_sums(agent.actor_mean, obs)
+        value = fast.mlp_as_sums(agent.critic, obs).squeeze(-1)
+        std = agent.actor_logstd.exp()
+        action = mean + std * parts.noise.index_select(0, parts.row).squeeze(0)
+        logprob = torch.distributions.Normal(mean, std, validate_args=False).log_prob(action).sum(1)
+        rollout.values.index_copy_(0, parts.row, value.unsqueeze(0))
+        rollout.logprobs.index_copy_(0, parts.row, logprob.unsqueeze(0))
         return parts.act()
 
     def finish() -> None:
         rewards, terminations, dones, resets = parts.outcome
-        rollout.weights.copy_(1.0 - resets)
-        rewards = parts.normalize_rewards(rewards, terminations, rollout.weights)
-        values = torch.cat([rollout.values, agent.get_value(rollout.obs[-1:])])
-        rollout.advantages.copy_(fast.compute_gae(rewards, values, terminations, dones, args.gamma, args.gae_lambda))
-        rollout.returns.copy_(rollout.advantages + rollout.values)
+        rollout.weights[:-1] = 1.0 - resets
+        rewards = parts.normalize_rewards(rewards, terminations, rollout.weights[:-1])
+        rollout.values[-1] = agent.get_value(rollout.obs[-1])
+        advantages = fast.compute_gae(rewards, rollout.values, terminations, dones, args.gamma, args.gae_lambda)
+        rollout.advantages[:-1] = advantages
+        rollout.returns[:-1] = advantages + rollout.values[:-1]
 
     by_step, at_once = acting(parts=parts, step=step, finish=finish), acting(parts=late, finish=late.finish)
     yield pair("values and log-probabilities in one batch", by_step, at_once)
@@ -302,13 +306,13 @@ def normalization():
         envs.reset()
 
         def write_and_act(obs: torch.Tensor) -> torch.Tensor:
-            rollout.obs.index_copy_(0, rollout.step, obs.unsqueeze(0))
+            rollout.obs.index_copy_(0, parts.row, obs.unsqueeze(0))
             return parts.act()
 
         step = as_policy(write_and_act)
 
         def burst():
-            rollout.step.zero_()
+            parts.row.zero_()
             for t, action in enumerate(actions):
                 obs, rewards[t], *_ = envs.step(action)
                 step(torch.as_tensor(obs, dtype=torch.float32))
@@ -324,7 +328,7 @@ def normalization():
         rollout, policy_step = parts.rollout, as_policy(parts.policy_step)
 
         def burst():
-            rollout.step.zero_()
+            parts.row.zero_()
             for t, action in enumerate(actions):
                 obs, rewards[t], terminations[t], truncated, _ = envs.step(action)
                 dones[t] = terminations[t] | truncated
@@ -343,10 +347,17 @@ def normalization():
 def gae():
     parts = Parts()
     rewards, terminations, dones, _ = parts.outcome
-    values = torch.cat([parts.rollout.values, torch.zeros(1, 1)])
-    inputs = rewards, values, terminations, dones, parts.args.gamma, parts.args.gae_lambda
-    loop, scan = (Side(lambda fn=module.compute_gae: [fn(*inputs)], NUM_STEPS) for module in (reference, fast))
-    yield pair("GAE by a scan", loop, scan)
+
+    def loop(rewards, values, terminations, dones, gamma, gae_lambda) -> torch.Tensor:
+        advantages, advantage = torch.zeros_like(rewards), torch.zeros_like(rewards[0])
+        for t in reversed(range(len(rewards))):
+            delta = rewards[t] + gamma * values[t + 1] * (1.0 - terminations[t]) - values[t]
+            advantages[t] = advantage = delta + gamma * gae_lambda * (1.0 - dones[t]) * advantage
+        return advantages
+
+    inputs = rewards, parts.rollout.values, terminations, dones, parts.args.gamma, parts.args.gae_lambda
+    by_loop, by_scan = (Side(lambda fn=fn: [fn(*inputs)], NUM_STEPS) for fn in (loop, fast.compute_gae))
+    yield pair("GAE by a scan", by_loop, by_scan)
 
 
 @PPO.row
@@ -369,7 +380,7 @@ def acting_thread():
         envs.reset()
 
         def burst():
-            parts.rollout.step.zero_()
+            parts.row.zero_()
             for action in actions:
                 policy_step(torch.from_numpy(envs.step(action)[0]))
             return (parts.rollout.obs,)
@@ -384,12 +395,12 @@ def noise():
     by_step, at_once = Parts(), Parts()
 
     def write_and_act(raw_obs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        by_step.rollout.noise.index_copy_(0, by_step.rollout.step, noise.unsqueeze(0))
+        by_step.noise.index_copy_(0, by_step.row, noise.unsqueeze(0))
         return by_step.policy_step(raw_obs)
 
     step = as_policy(write_and_act)
     yield pair(
         "noise drawn once per rollout",
         acting(eager, by_step, step=lambda raw_obs: step(raw_obs, torch.randn(1, ACTION_DIM))),
-        acting(parts=at_once, start=at_once.rollout.noise.normal_),
+        acting(parts=at_once, start=at_once.noise.normal_),
     )

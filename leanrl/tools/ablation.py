@@ -37,7 +37,7 @@ class Side:
     """environment steps for which a run has one burst"""
     calls: int = 1
     """of the thing, in a burst"""
-    touched: Sequence[torch.Tensor] = ()
+    touched: Sequence = ()
     """put back after a sample"""
     num_threads: int = 1
 
@@ -110,7 +110,7 @@ def eager(fn: Callable) -> Callable:
 
 
 def compiled(**options) -> Compiler:
-    """As the fast rungs compile; ``options`` instead of TorchInductor's that they choose."""
+    """As the fast variants compile; ``options`` instead of TorchInductor's that they choose."""
     return lambda fn: CompiledStep(fn, CPU, **options)
 
 

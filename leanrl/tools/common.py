@@ -107,6 +107,11 @@ def mean_std(values: Sequence[float], digits: int = 0) -> str:
     return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):,.{digits}f}"
 
 
+def median(values: Sequence[float], digits: int = 0) -> str:
+    """``7,850``: the middle one; ``-`` for none."""
+    return f"{statistics.median(values):,.{digits}f}" if values else "-"
+
+
 def failure_note(failures: Sequence[str]) -> str:
     """`` (2 failed: exit 1, signal 9)``, or nothing."""
     return f" ({len(failures)} failed: {', '.join(dict.fromkeys(failures))})" if failures else ""

@@ -32,10 +32,8 @@ from leanrl.tools.common import (
     benchmark_record,
     clean,
     describe_machine,
-    draw_bars,
     fresh_folder,
     markdown_table,
-    mean_std,
     new_figure,
     results_folder,
     run_tool,
@@ -314,7 +312,7 @@ class Results:
         entries = [(plan, entry) for plan in plans for entry in plan.part_modes[-1:]]
         entries += [(plan, entry) for plan in plans for entry in plan.part_modes[:-1]]
         known = {row["who"] for row in (*self.parts, *self.parts_atari)}
-        labels = {entry: contenders_of([entry], "algorithms", self.device, (), ())[0].label for _, entry in entries}
+        labels = {entry: contenders_of([entry], "algorithms", self.device)[0].label for _, entry in entries}
         return [(plan, entry) for plan, entry in entries if labels[entry] not in known]
 
     def envpool_sps(self, plan: Plan) -> float | None:
@@ -386,11 +384,11 @@ class Results:
 
 def beside_envpool(plan: Plan, rows: Sequence[dict], alone: float) -> str:
     """A table of what is left of EnvPool's own speed."""
-    cells = [(row["mode"], f"{statistics.median(row['sps']) / alone:.0%}") for row in rows if row["sps"]]
+    cells = [(row["label"], f"{statistics.median(row['sps']) / alone:.0%}") for row in rows if row["sps"]]
     pool = plan.pool
     what = f"of {alone:,.0f} steps/s"
     legend = f"EnvPool alone: {pool.env_id}, {pool.num_envs} environments, random actions, all cores."
-    return f"{markdown_table(('mode', what), cells)}\n\n{legend}"
+    return f"{markdown_table(('program', what), cells)}\n\n{legend}"
 
 
 def draw_speeds(trials: Sequence[Trial], families: Sequence[Sequence[str]]):
@@ -402,14 +400,7 @@ def draw_speeds(trials: Sequence[Trial], families: Sequence[Sequence[str]]):
     panels = figure.subplots(lines, columns, squeeze=False).flatten()
     for axes, labels in zip(panels, families, strict=False):
         rows = [row for row in compare.summarize(trials, labels) if row["sps"]]
-        draw_bars(
-            axes,
-            labels=[row["mode"] for row in rows],
-            lengths=[sum(row["sps"]) / len(row["sps"]) for row in rows],
-            points=[row["sps"] for row in rows],
-            notes=[f"{mean_std(row['sps'])}  ({mean_std(row['speedup'][:1], 1)}x)" for row in rows],
-            title="Environment steps per second",
-        )
+        compare.draw_speeds(axes, rows)
     for axes in panels[len(families) :]:
         axes.remove()
     return figure

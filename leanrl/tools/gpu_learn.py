@@ -52,12 +52,13 @@ class Task:
         return self.target is not None and reached is not None and reached >= self.target
 
 
+ATARI = "ppo_atari_envpool_torchcompile"
 TASKS: dict[Learning, Task] = {
     "sac": Task("sac_continuous_action_torchcompile:compile+one-graph", "HalfCheetah-v5", 1_000_000),
     "td3": Task("td3_continuous_action_torchcompile:compile+one-graph", "HalfCheetah-v5", 1_000_000),
     # The learning rate falls as it does on the way to CleanRL's 10 million steps, whose curves are known.
-    "pong": Task("ppo_atari_envpool_onegraph:compile+cudagraphs", "Pong-v5", 10_000_000, target=18.0),
-    "breakout": Task("ppo_atari_envpool_onegraph:compile+cudagraphs", "Breakout-v5", 10_000_000, stop_at=4_000_000),
+    "pong": Task(f"{ATARI}:compile+one-graph", "Pong-v5", 10_000_000, target=18.0),
+    "breakout": Task(f"{ATARI}:compile+one-graph", "Breakout-v5", 10_000_000, stop_at=4_000_000),
 }
 LEARNING_FLAGS = ("--num-threads=1", "--checkpoint-every=250000", "--save-model")
 

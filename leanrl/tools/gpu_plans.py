@@ -116,11 +116,11 @@ PLANS: dict[Algorithm, Plan] = {
     ),
     "ppo_atari": Plan(
         "ppo_atari_envpool",
-        (*entries_of("ppo_atari_envpool_torchcompile"), *entries_of("ppo_atari_envpool_onegraph")[2:]),
+        entries_of("ppo_atari_envpool_torchcompile"),
         (*GAMES_CHECK, "--update-epochs=1", "--checkpoint-every=1024", "--total-timesteps=2048"),
         steps=(30_720, 81_920),
-        bf16_modes=("ppo_atari_envpool_onegraph:compile+cudagraphs",),
-        part_modes=tuple(f"ppo_atari_envpool_{rung}:compile+cudagraphs" for rung in ("torchcompile", "onegraph")),
+        bf16_modes=("ppo_atari_envpool_torchcompile:compile+one-graph",),
+        part_modes=tuple(f"ppo_atari_envpool_torchcompile:compile+{graphs}" for graphs in ("cudagraphs", "one-graph")),
         pool=Pool(8, "cleanrl"),
     ),
     "cleanba_ppo": cleanba("cleanba_ppo", 128, iterations=(3, 8), check_flags=("--update-epochs=1",)),
@@ -141,11 +141,8 @@ def contenders_with_bf16(
     plan: Plan, entries: Sequence[str], device: torch.device, flags: Sequence[str]
 ) -> list[Contender]:
     """Those of ``entries``, then those of them that ``plan`` wants in bfloat16 too."""
-    contenders = contenders_of(entries, "algorithms", device, fast_flags=flags, reference_flags=flags)
-    rounded = [entry for entry in entries if entry in plan.bf16_modes]
-    if rounded:
-        contenders += contenders_of(rounded, "algorithms", device, flags, flags, amp=["bf16"])
-    return contenders
+    rounded = [f"{entry} --amp bf16" for entry in entries if entry in plan.bf16_modes]
+    return contenders_of([*entries, *rounded], "algorithms", device, flags)
 
 
 def is_fastest(contender: Contender) -> bool:

@@ -85,7 +85,7 @@ def main(args: Args) -> int:
     require_at_least(args, 0, "learning_starts")
     check_script_args(args.script_args, reserved=("--learning-starts", "--log-every"))
     device = target_device(args.script_args)
-    contenders_of(args.scripts, "scripts", device, fast_flags=(), reference_flags=())  # refuses what cannot run
+    contenders_of(args.scripts, "scripts", device)  # refuses what cannot run
     for entry in args.scripts:
         command(entry, args)
     out = results_folder(args, "parts")

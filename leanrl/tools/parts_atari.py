@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated
 
 import numpy as np
@@ -52,11 +51,7 @@ from leanrl.tools.trials import (
 
 PARTS = ("emulation", "inference", "update")
 REST = "copies and Python"
-"""All other time: what is copied into the rollout, targets, statistics, log points.
-
-The reference also gathers its minibatches there, and values the last observations of a rollout; the fast rung's update
-and inference do that.
-"""
+"""All other time: targets, statistics, log points."""
 
 ALONE_SECONDS = 3.0
 
@@ -68,7 +63,7 @@ class Args:
         "ppo_atari_envpool_torchcompile:eager",
         "ppo_atari_envpool_torchcompile:compile",
     )
-    """SCRIPT:MODE each; MODE is eager, compile, cudagraphs or compile+cudagraphs"""
+    """SCRIPT:MODE each; MODE is eager, compile, cudagraphs, compile+one-graph ..."""
     num_envs: tuple[int, ...] = (8,)
     """environments stepped together, a row of each script for each"""
     env_id: str = "Breakout-v5"
@@ -91,7 +86,7 @@ def main(args: Args) -> int:
             raise bad("num_envs", num_envs, "must be at least 1")
     check_script_args(args.script_args, reserved=("--num-envs", "--env-id"))
     device = target_device(args.script_args)
-    contenders_of(args.scripts, "scripts", device, fast_flags=(), reference_flags=())  # refuses what cannot run
+    contenders_of(args.scripts, "scripts", device)  # refuses what cannot run
     for entry in args.scripts:
         if "atari" not in parse_entry(entry, "scripts")[0]:
             raise UsageError(f"--scripts {entry}: is no Atari script; see leanrl.tools.parts for others")
@@ -187,27 +182,23 @@ def observe_run(script: str, flags: list[str], iterations: int) -> dict:
             found["parts_us"][REST] = 1e6 / found["sps"] - sum(found["parts_us"].values())
             return super().finish(*args, **kwargs)
 
-    home = getattr(module, "sibling", module)  # a one-graph rung's loop is its sibling's
-    home.Run = WatchedRun
+    module.Run = WatchedRun
     EnvPoolVectorEnv.send = timed("emulation", EnvPoolVectorEnv.send)
     AtariVectorEnv.recv = timed("emulation", AtariVectorEnv.recv)
     if hasattr(module, "make_executables"):
+        make_executables = module.make_executables
 
         def make_timed_executables(*args):
-            act, train_epoch = module.make_executables(*args)
-            return timed("inference", act), timed("update", train_epoch)
+            act, train = make_executables(*args)
+            return timed("inference", act), timed("update", train)
 
-        train = partial(home.main, make_executables=make_timed_executables, script_file=module.__file__)
+        module.make_executables = make_timed_executables
     else:
-        train = module.main
-        make_update, act = module.make_update, module.Agent.get_action_and_value
-        timed_act = timed("inference", act)
-        module.make_update = lambda *args: timed("update", make_update(*args))
-        # The update calls it too, with gradients.
-        module.Agent.get_action_and_value = lambda *args: (act if torch.is_grad_enabled() else timed_act)(*args)
+        module.policy_step = timed("inference", module.policy_step)
+        module.train_epoch = timed("update", module.train_epoch)
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         args.runs_dir, args.run_name = folder, "run"
-        train(args)
+        module.main(args)
     return {**found, "floors_us": floors(args)}
 
 
@@ -218,9 +209,9 @@ def floors(args) -> dict[str, float]:
     mflop = []
     for with_gradient in (False, True):
         with flop_counter() as counter, torch.set_grad_enabled(with_gradient):
-            outputs = agent(obs)
+            probs, value = agent(obs)
             if with_gradient:
-                torch.autograd.grad(sum(x.sum() for x in outputs), list(agent.parameters()))
+                torch.autograd.grad(probs.logits.sum() + value.sum(), list(agent.parameters()))
         mflop.append(counter.get_total_flops() / 1e6 / len(obs))
     gflops = product_gflops(torch.bfloat16 if args.amp == "bf16" else torch.float32, args.device, tf32=True)
     return {"inference": 1e3 * mflop[0] / gflops, "update": 1e3 * args.update_epochs * mflop[1] / gflops}

@@ -1,219 +1,406 @@
-"""Measures the pip-installed Stable-Baselines3 and SBX beside our scripts: same task, same hyperparameters, in turn.
+"""One run of a peer: a library's algorithm with the hyperparameters and flags of our eager reference of the same.
 
-Every run is a process of its own, one at a time; the order turns around from round to round, and ratios are taken
-within a round. All speeds are measured by the same code (see leanrl.tools.peer_worker, which also shows how the peers'
-algorithms differ). A peer runs with each of --peer-threads and counts with the fastest. Flags after -- are those of the
-eager reference, and go to all.
+`leanrl.tools.compare` starts it for contenders like sb3:PPO. It leaves a run directory as our scripts do, its speed
+measured by the same code. JAX compiles in the first updates, so these are warm-up: PPO's first iteration, and
+off-policy what comes before learning_starts with 50 rounds of updates more. The clock stops when the last update is
+done. A further peer is a line of PEERS, with what that names.
 
-    python -m leanrl.tools.peers
-    python -m leanrl.tools.peers --num-envs 64 --env-backend envpool --total-timesteps 524288
-    python -m leanrl.tools.peers --algorithm sac_continuous_action --amp none bf16 --total-timesteps 6000 \\
-        -- --learning-starts 1000
-    python -m leanrl.tools.peers --seeds 1 --peers sb3 -- --env-id Hopper-v5
-    python -m leanrl.tools.peers --algorithm ppo_atari_envpool --peers sb3 --num-envs 8 --total-timesteps 10240
+    python -m leanrl.tools.peers sb3:PPO --total-timesteps 20480
+    python -m leanrl.tools.peers sbx:SAC --total-timesteps 6000 --learning-starts 1000
+
+How the peers differ from our reference, as of Stable-Baselines3 2.9 and SBX 0.28; flags of the reference that the peers
+could not take in the same sense are refused:
+- All: they step several environments in one process (DummyVecEnv), as our reference does. SBX computes on the CPU,
+  whatever --device is; so does SB3's PPO.
+- PPO: SBX ignores clip_range_vf (it takes the argument and does not use it), gives policy and value an optimiser and a
+  gradient clip each, and initialises only the policy's last layer orthogonally. Both anneal the learning rate from the
+  second iteration's on, down to 0 for the last.
+- PPO on Atari: SB3 only, on our environments over EnvPool; the step that only resets counts as one of play to it.
+- SAC, TD3 and DQN: their replays keep observations in the environment's type, float64 for MuJoCo, ours in float32. A
+  round is a whole number of steps and of updates, so that 4 environments with updates_per_step 0.1 have 2 updates
+  after every 5 steps, ours one after every second or third; a run ends after a whole round.
+- SAC: SB3 has one learning rate, here policy_lr; SBX has q_lr for the critics, but policy_lr for the entropy
+  coefficient, which in ours learns with q_lr. Both train the actor in every update; ours in every policy_frequency-th
+  that many times, so as often. Their loss of the entropy coefficient is -log(alpha) * (log_pi + target) on the actions
+  that trained the actor, ours -alpha * (log_pi + target) on actions sampled anew, one more pass through the actor.
+  They count half the squared error of the critics (a factor that Adam divides out), and clip log_std to [-20, 2] where
+  ours squashes it into [-5, 2].
+- TD3: SBX moves the targets in every update, SB3 and ours in every policy_frequency-th. SBX trains the actor on the
+  lower of both critics, SB3 and ours on the first; SBX counts half the squared error. Both add the exploration noise
+  to the random actions before learning_starts too.
+- DQN: SBX's hidden layers are 120 and 120 (it reads the first number only), SB3's and ours 120 and 84. Both take the
+  Huber loss, ours the squared error. Before learning_starts they act at random, ours epsilon-greedily; with several
+  environments they toss one coin for all. SB3 computes the gradient's norm, to clip it at infinity.
 """
 
-import importlib.metadata
-import importlib.util
-import itertools
-import statistics
+import importlib
+import os
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Annotated, Literal
+from collections.abc import Callable
+from fractions import Fraction
+from functools import partial
+from typing import Any, NamedTuple
 
-import tyro
+import numpy as np
+import torch
 
-from leanrl.support.envs import EnvBackend
+from leanrl.support.atari import make_atari_envs, whole_games
+from leanrl.support.cli import parse_args
+from leanrl.support.devices import resolve_device
+from leanrl.support.envs import make_env, make_envs, require_continuous_actions, require_discrete_actions
+from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import UsageError, bad
-from leanrl.tools.common import (
-    benchmark_record,
-    describe_machine,
-    draw_bars,
-    failure_note,
-    markdown_table,
-    new_figure,
-    results_folder,
-    run_tool,
-    write_results,
-)
-from leanrl.tools.peer_worker import ALGORITHMS, PEERS
-from leanrl.tools.trials import (
-    Contender,
-    Trial,
-    check_script_args,
-    contenders_of,
-    exit_code,
-    measured,
-    peak_memories,
-    require_distinct,
-    require_valid,
-    run_trials,
-    sps_ratios,
-    target_device,
-)
+from leanrl.support.run import Run
 
-PACKAGES = {"sb3": ("stable_baselines3",), "sbx": ("sbx-rl", "jax")}
-"""Whose versions are recorded."""
+WARMUP_ROUNDS = 50
+"""Rounds of updates of an off-policy peer before its clock starts: JAX compiles in the first few."""
 
 
-@dataclass
-class Args:
-    algorithm: Literal[tuple(ALGORITHMS)] = "ppo_continuous_action"
+# ---------------------------------------------------------------------------------------------------------------- PPO
+
+
+def ppo(args, module: str, envs) -> Any:
+    """The peer's PPO with our reference's hyperparameters and network."""
+    if len(envs.observation_space.shape) == 1:
+        # Small networks: both peers advise against a GPU.
+        policy, device = "MlpPolicy", "cpu"
+        tanh = torch.nn.Tanh if module == "stable_baselines3" else importlib.import_module("flax.linen").tanh
+        network = {"net_arch": {"pi": [64, 64], "vf": [64, 64]}, "activation_fn": tanh}
+    else:
+        policy, device, network = "CnnPolicy", resolve_device(args), {"net_arch": []}
+    return importlib.import_module(module).PPO(
+        policy,
+        envs,
+        learning_rate=(lambda remaining: remaining * args.learning_rate) if args.anneal_lr else args.learning_rate,
+        n_steps=args.num_steps,
+        batch_size=args.num_envs * args.num_steps // args.num_minibatches,
+        n_epochs=args.update_epochs,
+        gamma=args.gamma,
+        gae_lambda=args.gae_lambda,
+        clip_range=args.clip_coef,
+        clip_range_vf=args.clip_coef if args.clip_vloss else None,
+        normalize_advantage=args.norm_adv,
+        ent_coef=args.ent_coef,
+        vf_coef=args.vf_coef,
+        max_grad_norm=args.max_grad_norm,
+        # Adam's eps is 1e-5 in both without being asked.
+        policy_kwargs={**network, "ortho_init": True},
+        seed=args.seed,
+        device=device,
+    )
+
+
+class Timing(NamedTuple):
+    """When a peer's algorithm learns; all but the last in environment steps."""
+
+    round_steps: int
+    """between updates: the run ends after a whole number of rounds"""
+    warmup_steps: int
+    """the clock starts at the first round after these"""
+    log_every: int
+    update_steps: int
+    """gradient steps for each update that the algorithm counts"""
+
+
+def ppo_timing(args) -> Timing:
+    """The first iteration is the warm-up; every other is logged."""
+    if args.target_kl is not None:
+        raise bad("target_kl", args.target_kl, "means something else in each peer; leave it out")
+    steps = args.num_envs * args.num_steps
+    return Timing(round_steps=steps, warmup_steps=steps, log_every=steps, update_steps=args.num_minibatches)
+
+
+# -------------------------------------------------------------------------------------------------- SAC, TD3 AND DQN
+
+
+def updates_of_round(args) -> Fraction:
+    """Updates in each round over steps of the vector of environments in it, the reference's updates_per_step."""
+    ratio = Fraction(args.updates_per_step * args.num_envs).limit_denominator(10_000)
+    if not ratio:
+        raise bad("updates_per_step", args.updates_per_step, "is less than the peers can do; try 0.001")
+    return ratio
+
+
+def off_policy_timing(args) -> Timing:
+    """The warm-up goes WARMUP_ROUNDS beyond learning_starts."""
+    steps = args.num_envs * updates_of_round(args).denominator
+    warmup_steps = args.learning_starts + WARMUP_ROUNDS * steps
+    return Timing(round_steps=steps, warmup_steps=warmup_steps, log_every=args.log_every, update_steps=1)
+
+
+def off_policy_arguments(args, envs) -> dict:
+    """What the three algorithms of both peers have in common."""
+    ratio = updates_of_round(args)
+    return {
+        "policy": "MlpPolicy",
+        "env": envs,
+        "buffer_size": args.buffer_size,
+        "learning_starts": args.learning_starts,
+        "batch_size": args.batch_size,
+        "tau": args.tau,
+        "gamma": args.gamma,
+        "train_freq": ratio.denominator,
+        "gradient_steps": ratio.numerator,
+        "seed": args.seed,
+        "device": resolve_device(args),
+    }
+
+
+def sac_timing(args) -> Timing:
+    """As of all off-policy algorithms."""
+    if args.target_network_frequency != 1:
+        raise bad("target_network_frequency", args.target_network_frequency, "the peers only have 1; leave it out")
+    return off_policy_timing(args)
+
+
+def sac(args, module: str, envs) -> Any:
+    """The peer's SAC with our reference's hyperparameters."""
+    return importlib.import_module(module).SAC(
+        **off_policy_arguments(args, envs),
+        learning_rate=args.policy_lr,
+        **({"qf_learning_rate": args.q_lr} if module == "sbx" else {}),
+        ent_coef="auto" if args.autotune else args.alpha,
+        target_entropy="auto",
+        policy_kwargs={"net_arch": [256, 256]},
+    )
+
+
+def td3(args, module: str, envs) -> Any:
+    """The peer's TD3 with our reference's hyperparameters."""
+    from stable_baselines3.common.noise import NormalActionNoise
+
+    (action_dim,) = envs.action_space.shape
+    return importlib.import_module(module).TD3(
+        **off_policy_arguments(args, envs),
+        learning_rate=args.learning_rate,
+        policy_delay=args.policy_frequency,
+        target_policy_noise=args.policy_noise,
+        target_noise_clip=args.noise_clip,
+        action_noise=NormalActionNoise(np.zeros(action_dim), np.full(action_dim, args.exploration_noise)),
+        policy_kwargs={"net_arch": [256, 256]},
+    )
+
+
+def dqn(args, module: str, envs) -> Any:
+    """The peer's DQN with our reference's hyperparameters."""
+    return importlib.import_module(module).DQN(
+        **off_policy_arguments(args, envs),
+        learning_rate=args.learning_rate,
+        target_update_interval=args.target_network_frequency,
+        exploration_fraction=args.exploration_fraction,
+        exploration_initial_eps=args.start_e,
+        exploration_final_eps=args.end_e,
+        **({"max_grad_norm": float("inf")} if module == "stable_baselines3" else {}),
+        policy_kwargs={"net_arch": [120, 84]},
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- ENVIRONMENTS
+
+
+def plain_envs(args, require_actions: Callable) -> Any:
+    """As many environments as the reference has, stepped in this process; UsageError where it would refuse them."""
+    from stable_baselines3.common.env_util import make_vec_env
+
+    probe = make_envs(args.env_id, 1, args.seed)
+    require_actions(probe, args.env_id)
+    probe.close()
+    return make_vec_env(lambda: make_env(args.env_id), args.num_envs, seed=args.seed)
+
+
+continuous_envs = partial(plain_envs, require_actions=require_continuous_actions)
+discrete_envs = partial(plain_envs, require_actions=require_discrete_actions)
+
+
+def normalized_envs(args) -> Any:
+    """The peers' counterpart of our PPO's wrappers; the clipping of actions is in their algorithms."""
+    from stable_baselines3.common.vec_env import VecNormalize
+
+    return VecNormalize(
+        continuous_envs(args), norm_obs=True, norm_reward=True, clip_obs=10.0, clip_reward=10.0, gamma=args.gamma
+    )
+
+
+def atari_envs(args) -> Any:
+    """Our Atari environments as SB3's VecEnv; their own autoreset, so a step that only resets counts as play."""
+    from stable_baselines3.common.vec_env import VecEnv
+
+    class AtariVecEnv(VecEnv):
+        """Also the Monitors that the callback asks for: returns and lengths of the whole games of each environment."""
+
+        def __init__(self, envs) -> None:
+            super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
+            self.envs = envs
+            self.games = EpisodeStatistics(envs.num_envs)
+            self.ended = {name: [[] for _ in range(envs.num_envs)] for name in ("episode_returns", "episode_lengths")}
+
+        def reset(self) -> np.ndarray:
+            self.resets = np.zeros(self.num_envs, bool)
+            return self.envs.reset()[0]
+
+        def step_async(self, actions: np.ndarray) -> None:
+            self.envs.send(actions)
+
+        def step_wait(self):
+            obs, rewards, terminations, truncations, infos = self.envs.recv()
+            dones = terminations | truncations
+            scores, ends = whole_games(rewards, dones, infos)
+            ended = self.games.add_step(scores, ends, self.resets)
+            for values, all_ended in zip(ended, self.ended.values(), strict=True):
+                for i, value in zip(np.flatnonzero(ends), values, strict=True):
+                    all_ended[i].append(value)
+            self.resets = dones
+            # SB3 bootstraps from the last observation where time ran out.
+            infos: list[dict] = [{} for _ in range(self.num_envs)]
+            for i in np.flatnonzero(dones):
+                ran_out = bool(truncations[i] and not terminations[i])
+                infos[i] = {"TimeLimit.truncated": ran_out, "terminal_observation": obs[i]}
+            return obs, rewards, dones, infos
+
+        def get_attr(self, attr_name: str, indices=None) -> list:
+            return self.ended.get(attr_name) or [None] * self.num_envs
+
+        set_attr = env_method = None  # no one calls them
+
+        def env_is_wrapped(self, wrapper_class, indices=None) -> list[bool]:
+            # As Monitor is, whose part this plays.
+            return [wrapper_class.__name__ == "Monitor"] * self.num_envs
+
+        def close(self) -> None:
+            self.envs.close()
+
+    return AtariVecEnv(make_atari_envs(args.env_id, args.num_envs, args.seed))
+
+
+# --------------------------------------------------------------------------------------------------------------- PEERS
+
+
+class Peer(NamedTuple):
+    """A library's algorithm."""
+
+    module: str
+    """of the library, to import"""
+    script: str
     """our eager reference of the algorithm"""
-    ours: tuple[str, ...] | None = None
-    """SCRIPT[:MODE] each, as in compare; by default the reference and its fast sibling in every mode of this machine"""
-    peers: tuple[Literal[tuple(PEERS)], ...] = tuple(PEERS)
-    """whom to measure: sb3, sbx"""
-    peer_threads: tuple[int, ...] = (0, 1)
-    """CPU threads to try for the peers; 0 is the library's own choice"""
-    seeds: tuple[int, ...] = (1, 2, 3)
-    """one round with each"""
-    total_timesteps: int = 40_960
-    """environment steps of a run"""
-    num_envs: int = 1
-    """environments stepped together"""
-    env_backend: EnvBackend | None = None
-    """for our fast rungs, by default their own; the peers and our references step gymnasium"""
-    amp: tuple[Literal["none", "bf16"], ...] = ("none",)
-    """--amp of our compiled runs, a row with each, as in `none bf16`; the peers and our other runs stay float32"""
-    runs_dir: str = "runs"
-    """folder of the default --out"""
-    out: str | None = None
-    """folder for the results and the run directories; by default RUNS_DIR/peers/TIME"""
-    script_args: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="-- FLAGS")] = ()
-    """flags for every script and peer"""
+    make_model: Callable
+    """(the reference's arguments, module, environments) -> the library's algorithm"""
+    make_envs: Callable
+    timing: Callable[[Any], Timing]
+    """UsageError for arguments that the library could not take in the same sense"""
 
 
-def main(args: Args) -> int:
-    require_distinct(args, "seeds", "peers", "peer_threads", "amp")
-    check_script_args(args.script_args, reserved=("--num-envs", "--env-backend", "--num-threads", "--amp"))
-    for peer in args.peers:
-        if peer not in ALGORITHMS[args.algorithm].peers:
-            remedy = " ".join(ALGORITHMS[args.algorithm].peers)
-            raise bad("peers", args.peers, f"{peer} has no {args.algorithm}; name --peers {remedy}")
-        if importlib.util.find_spec(PEERS[peer]) is None:
-            raise UsageError(f"{PEERS[peer]} is not installed; pip install -r requirements/requirements-peers.txt")
-    device = target_device(args.script_args)
-    flags = [f"--total-timesteps={args.total_timesteps}", f"--num-envs={args.num_envs}", *args.script_args]
-    ours = contenders_of(
-        args.ours or (args.algorithm, f"{args.algorithm}_torchcompile"),
-        "ours",
-        device,
-        fast_flags=[*flags, *([f"--env-backend={args.env_backend}"] if args.env_backend else [])],
-        reference_flags=flags,
-        amp=args.amp,
-    )
-    for contender in ours:
-        require_valid(contender)
-    theirs = {peer: peer_contenders(peer, args.algorithm, args.peer_threads, flags) for peer in args.peers}
-    out = results_folder(args, "peers")
-
-    trials = run_trials([*itertools.chain(*theirs.values()), *ours], args.seeds, out / "runs")
-
-    settings = {
-        peer: {contender.label: median_sps(trials, contender.label) for contender in contenders}
-        for peer, contenders in theirs.items()
+def peers_of(name: str, module: str) -> dict[str, Peer]:
+    """What both SB3 and SBX have."""
+    return {
+        f"{name}:PPO": Peer(module, "ppo_continuous_action", ppo, normalized_envs, ppo_timing),
+        f"{name}:SAC": Peer(module, "sac_continuous_action", sac, continuous_envs, sac_timing),
+        f"{name}:TD3": Peer(module, "td3_continuous_action", td3, continuous_envs, off_policy_timing),
+        f"{name}:DQN": Peer(module, "dqn", dqn, discrete_envs, off_policy_timing),
     }
-    best = {peer: max(speeds, key=speeds.get) for peer, speeds in settings.items()}
-    rows = summarize(trials, [*best.values(), *(contender.label for contender in ours)], best)
-    packages = [package for peer in args.peers for package in PACKAGES[peer]]
-    record = {
-        **benchmark_record("peers", device, packages),
-        "rows": rows,
-        "peer_settings": settings,
-        "runs": [asdict(trial) for trial in trials],
-    }
-    text = f"{title(args, record)}\n\n{render_table(rows, settings)}"
-    write_results(out, "peers", record, text, draw(title(args, record), rows))
-    return exit_code(trials)
 
 
-def peer_contenders(peer: str, algorithm: str, threads: Sequence[int], flags: Sequence[str]) -> list[Contender]:
-    """One contender for each thread setting of a peer."""
-    command = (sys.executable, "-m", "leanrl.tools.peer_worker", peer, algorithm, *flags)
-    return [
-        Contender(f"{peer}, {n} thread{'s' * (n > 1)}" if n else f"{peer}, default threads", (*command, flag))
-        for n, flag in ((n, f"--num-threads={n}") for n in threads)
-    ]
+PEERS = {
+    **peers_of("sb3", "stable_baselines3"),
+    **peers_of("sbx", "sbx"),
+    "sb3:PPO-Atari": Peer("stable_baselines3", "ppo_atari_envpool", ppo, atari_envs, ppo_timing),
+}
+
+PACKAGES = {"stable_baselines3": ("stable_baselines3",), "sbx": ("sbx-rl", "jax")}
+"""Whose versions are recorded, by module."""
 
 
-def median_sps(trials: Sequence[Trial], label: str) -> float:
-    """The middle speed of a contender's rounds; 0 where all failed."""
-    return statistics.median(measured(trials, label, "sps").values() or [0.0])
+def plan(name: str, args) -> tuple[Timing, int]:
+    """When a peer learns with our reference's arguments, which that has validated, and at which step it ends.
+
+    Raises:
+        UsageError: arguments that the peer cannot take, or too few steps.
+    """
+    if args.amp != "none":
+        raise bad("amp", args.amp, "the peers have no such mode; leave it out")
+    timing = PEERS[name].timing(args)
+    total_steps = args.total_timesteps // timing.round_steps * timing.round_steps
+    if total_steps < timing.warmup_steps + timing.round_steps:
+        needed = f"a warm-up of {timing.warmup_steps} steps and a round of {timing.round_steps}"
+        raise bad("total_timesteps", args.total_timesteps, f"is less than {needed}")
+    return timing, total_steps
 
 
-def summarize(trials: Sequence[Trial], labels: Sequence[str], best: dict[str, str]) -> list[dict]:
-    """One row a contender: its speed in each round, and by how much it is faster than each peer at its best."""
-    return [
-        {
-            "who": label,
-            "sps": list(measured(trials, label, "sps").values()),
-            "median_sps": median_sps(trials, label),
-            "ratios": {
-                peer: statistics.median(ratios)
-                for peer, baseline in best.items()
-                if (ratios := sps_ratios(trials, label, baseline))
-            },
-            "warmup_seconds": list(measured(trials, label, "warmup_seconds").values()),
-            "peak_memory_mb": peak_memories(trials, label),
-            "failures": [trial.failure for trial in trials if trial.label == label and trial.failure],
-        }
-        for label in labels
-    ]
+# ---------------------------------------------------------------------------------------------------------------- MAIN
 
 
-def render_table(rows: Sequence[dict], settings: dict[str, dict[str, float]]) -> str:
-    """The rows as a markdown table, with its legend and the speeds of every thread setting of the peers."""
-    cells = [
-        (
-            row["who"] + failure_note(row["failures"]),
-            " ".join(f"{sps:,.0f}" for sps in row["sps"]) or "-",
-            f"{row['median_sps']:,.0f}",
-            *(f"{row['ratios'][peer]:.2f}x" if peer in row["ratios"] else "-" for peer in settings),
-            f"{statistics.median(row['warmup_seconds']):.1f}" if row["warmup_seconds"] else "-",
-            f"{statistics.median(row['peak_memory_mb']):,.0f}" if row["peak_memory_mb"] else "-",
-        )
-        for row in rows
-    ]
-    header = ("program", "sps of each round", "median sps", *(f"vs {p}" for p in settings), "warm-up s", "peak MB")
-    speeds = "; ".join(f"{label} {sps:,.0f}" for tried in settings.values() for label, sps in tried.items())
-    return (
-        f"{markdown_table(header, cells)}\n\n"
-        "sps: environment steps per second after warm-up; peak MB: RAM that the run held at most; ratios, warm-up and "
-        "peak: medians over rounds.\n"
-        f"Each peer with its fastest thread setting, of these median sps: {speeds}."
-    )
+def learn(model, run: Run, timing: Timing) -> None:
+    """Trains ``model`` to the end of ``run``, logging to it every ``timing.log_every`` steps after the warm-up."""
+    from stable_baselines3.common.callbacks import BaseCallback
+
+    class Recorder(BaseCallback):
+        """Keeps ``run`` up to date."""
+
+        def _on_training_start(self) -> None:
+            self.episodes_seen = [0] * self.training_env.num_envs
+            self.next_stop = timing.warmup_steps
+            # Started again after the warm-up; a run interrupted before that has a speed too.
+            run.start_clock()
+
+        def _on_rollout_start(self) -> None:
+            # The round before this one is done, its updates included. Off-policy, a round may be one step: be brief.
+            self.is_stopped = run.stop_requested
+            if self.num_timesteps < self.next_stop and not self.is_stopped:
+                return
+            self.update()
+            if run.warmup_seconds or self.is_stopped:
+                run.log({})
+            else:
+                run.start_clock()
+            self.next_stop = (self.num_timesteps // timing.log_every + 1) * timing.log_every
+
+        def _on_step(self) -> bool:
+            return not self.is_stopped
+
+        def _on_training_end(self) -> None:
+            if not self.is_stopped:  # a step into the next round, which does not count
+                self.update()
+                run.log({})
+
+        def update(self) -> None:
+            run.global_step = self.num_timesteps
+            run.optimizer_steps = self.model._n_updates * timing.update_steps
+            # Read from the environments' Monitors now and then: that costs the peer nothing in its steps.
+            returns, lengths = (self.training_env.get_attr(f"episode_{name}") for name in ("returns", "lengths"))
+            for i, seen in enumerate(self.episodes_seen):
+                run.record_episodes(returns[i][seen:], lengths[i][seen:])
+                self.episodes_seen[i] = len(returns[i])
+
+    model.learn(run.total_steps, callback=Recorder())
 
 
-def title(args: Args, record: dict) -> str:
-    """What was run, and on what."""
-    env_ids = sorted({run["args"]["args"]["env_id"] for run in record["runs"] if run["args"]})
-    packages = [package for peer in args.peers for package in PACKAGES[peer]]
-    versions = [f"{package} {record['machine']['versions'][package]}" for package in packages]
-    task = ", ".join([args.algorithm, *env_ids, f"{args.num_envs} environment{'s' * (args.num_envs > 1)}"])
-    return f"{task}\n{describe_machine(record['machine'])}, {', '.join(versions)}"
-
-
-def draw(title: str, rows: Sequence[dict]):
-    """The figure: a bar for each row, a dot for each round."""
-    figure = new_figure(10, max(3.6, 1.4 + 0.7 * len(rows)))
-    notes = [
-        f"{row['median_sps']:,.0f}  ({', '.join(f'{ratio:.1f}x {peer}' for peer, ratio in row['ratios'].items())})"
-        for row in rows
-    ]
-    axes = figure.subplots()
-    draw_bars(
-        axes,
-        labels=[row["who"] for row in rows],
-        lengths=[row["median_sps"] or None for row in rows],
-        points=[row["sps"] for row in rows],
-        notes=notes,
-        title="Environment steps per second",
-    )
-    figure.suptitle(title, fontsize=11)
-    return figure
+def main(name: str, argv: list[str]) -> None:
+    peer = PEERS[name]
+    reference = importlib.import_module(f"leanrl.{peer.script}")
+    args = parse_args(reference.Args, peer.script, argv)
+    if not any(word.startswith(("--num-threads", "--num_threads")) for word in argv):
+        args.num_threads = None  # the library's own choice, whatever is our script's
+    reference.validate(args)
+    timing, total_steps = plan(name, args)
+    # Before jax is imported, which reads these variables. SBX does not look at its argument `device`.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    if args.num_threads is not None:
+        torch.set_num_threads(args.num_threads)
+    if args.num_threads == 1:
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
+    envs = peer.make_envs(args)
+    model = peer.make_model(args, peer.module, envs)
+    device = torch.device("cpu") if peer.module == "sbx" else model.device
+    with Run(args, f"{name.partition(':')[0]}.py", device, total_steps) as run:
+        learn(model, run, timing)
+        run.finish({})
+    envs.close()
 
 
 if __name__ == "__main__":
-    run_tool(main, Args)
+    if len(sys.argv) < 2 or sys.argv[1] not in PEERS:
+        sys.exit(f"usage: python -m leanrl.tools.peers {{{','.join(PEERS)}}} [FLAGS]")
+    try:
+        main(sys.argv[1], sys.argv[2:])
+    except UsageError as error:
+        print(f"{sys.argv[1]}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None

@@ -1,7 +1,8 @@
-"""Running contenders (a training script in one mode, or a peer's library) in turn, and reading what they leave."""
+"""Running contenders (a training script in one mode, or a peer) in turn, and reading what they leave."""
 
 import dataclasses
 import importlib
+import importlib.util
 import io
 import itertools
 import json
@@ -17,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import torch
 import tyro
@@ -27,6 +28,7 @@ from leanrl.support.devices import resolve_device
 from leanrl.support.envs import near_names
 from leanrl.support.errors import UsageError, bad
 from leanrl.support.tracking import read_metrics
+from leanrl.tools.peers import PEERS, plan
 
 SCRIPTS = Path(__file__).parents[1]
 REPOSITORY = SCRIPTS.parent
@@ -129,6 +131,12 @@ class Trial:
 # ------------------------------------------------------------------------------------------------------------ ENTRIES
 
 
+def peer_of(label: str) -> str | None:
+    """The peer that a contender's label begins with; None for a script of ours."""
+    name = label.partition(" ")[0]
+    return name if name in PEERS else None
+
+
 def levers_of(mode: str) -> frozenset[str]:
     """What one of MODES switches on."""
     return frozenset(mode.split("+")) - {"eager"}
@@ -208,57 +216,64 @@ def target_device(script_args: Sequence[str]) -> torch.device:
 
 
 def contenders_of(
-    entries: Sequence[str],
-    name: str,
-    device: torch.device,
-    fast_flags: Sequence[str],
-    reference_flags: Sequence[str],
-    amp: Sequence[str] = ("none",),
+    entries: Sequence[str], name: str, device: torch.device, flags: Sequence[str] = ()
 ) -> list[Contender]:
     """One contender for each entry, or for each of the machine's modes where an entry names none.
 
     Args:
-        entries: ``SCRIPT[:MODE]`` each.
+        entries: ``SCRIPT[:MODE]`` or a peer's name each, and flags of its own.
         name: of the tool's field that holds them.
         device: where they will run.
-        fast_flags: for scripts that take modes; the others get ``reference_flags``.
-        amp: values of ``--amp``; a compiled contender becomes one for each, the others have none of it.
+        flags: for all; an entry's own come after them.
 
     Raises:
-        UsageError: a bad entry, the same one twice, a mode that this machine lacks, or ``amp`` where nothing is
-            compiled.
+        UsageError: a bad entry, the same one twice, a mode that this machine lacks, a library that is not installed.
     """
     contenders = []
     for entry in entries:
-        script, levers = parse_entry(entry, name)
+        who, *own = entry.split() or [""]
+        if who.partition(":")[0] in {peer.partition(":")[0] for peer in PEERS}:
+            require_peer(who, name)
+            command = (sys.executable, "-m", "leanrl.tools.peers", who, *flags, *own)
+            contenders.append(Contender(" ".join([who, *own]), command))
+            continue
+        script, levers = parse_entry(who, name)
         if levers is not None and (reason := lack(levers, device)):
             raise bad(name, entry, reason)
-        has_modes = modes_of(script) != ["eager"]
         for mode in modes_here(script, device) if levers is None else [levers]:
-            command = [sys.executable, str(SCRIPTS / f"{script}.py"), *flags_of(script, mode)]
-            command += fast_flags if has_modes else reference_flags
-            label = " ".join([script, *(f"--{lever}" for lever in LEVERS if lever in mode)])
-            for precision in amp if "compile" in mode else ["none"]:
-                words = ["--amp", precision] if precision != "none" else []
-                contenders.append(Contender(" ".join([label, *words]), (*command, *words)))
+            label = " ".join([script, *(f"--{lever}" for lever in LEVERS if lever in mode), *own])
+            command = (str(SCRIPTS / f"{script}.py"), *flags_of(script, mode), *flags, *own)
+            contenders.append(Contender(label, (sys.executable, *command)))
     labels = [contender.label for contender in contenders]
-    if "bf16" in amp and not any(label.endswith("--amp bf16") for label in labels):
-        raise bad("amp", amp, f"none of --{name} is compiled; bf16 is for those")
     for label in labels:
         if labels.count(label) > 1:
             raise bad(name, entries, f"{label} is named more than once")
     return contenders
 
 
+def require_peer(who: str, name: str) -> None:
+    """UsageError, about the tool's field ``name``, unless there is such a peer and its library is installed."""
+    if who not in PEERS:
+        raise bad(name, who, f"no such peer{near_names(who, PEERS)}; there are {', '.join(PEERS)}")
+    if importlib.util.find_spec(PEERS[who].module) is None:
+        remedy = "pip install -r requirements/requirements-peers.txt"
+        raise bad(name, who, f"{PEERS[who].module} is not installed; {remedy}")
+
+
 def check_script_args(script_args: Sequence[str], reserved: Sequence[str] = ()) -> None:
-    """UsageError where words after ``--`` are no flags, or RESERVED_FLAGS or ``reserved``, which the tool sets."""
+    """UsageError where flags for scripts are none, or RESERVED_FLAGS or ``reserved``, which the tool sets."""
     if script_args and not script_args[0].startswith("-"):
         raise UsageError(
             f"{script_args[0]}: not a flag; name scripts after a flag of this tool, and their flags after --"
         )
     for word in script_args:
-        if word.split("=")[0].replace("_", "-").replace("--no-", "--") in (*RESERVED_FLAGS, *reserved):
-            raise UsageError(f"-- {word}: is set by this tool itself, see --help")
+        if bare(word) in (*RESERVED_FLAGS, *reserved):
+            raise UsageError(f"{word}: is set by this tool itself, see --help")
+
+
+def bare(word: str) -> str:
+    """The flag that a word sets: ``--num_envs=4`` -> ``--num-envs``, ``--no-compile`` -> ``--compile``."""
+    return word.split("=")[0].replace("_", "-").replace("--no-", "--")
 
 
 def require_distinct(args, *names: str) -> None:
@@ -272,9 +287,11 @@ def require_distinct(args, *names: str) -> None:
 # ------------------------------------------------------------------------------------------------------------ RUNNING
 
 
-def script_module(contender: Contender):
-    """The training script that a contender runs, as a module."""
-    return importlib.import_module(f"leanrl.{Path(contender.command[1]).stem}")
+def script_and_flags(contender: Contender) -> tuple[ModuleType, tuple[str, ...]]:
+    """The training script that a contender runs, or whose flags the peer takes, as a module; and the flags."""
+    peer = peer_of(contender.label)
+    script, start = (PEERS[peer].script, 4) if peer else (Path(contender.command[1]).stem, 2)
+    return importlib.import_module(f"leanrl.{script}"), contender.command[start:]
 
 
 def require_valid(contender: Contender, num_groups: int = 1) -> None:
@@ -283,26 +300,19 @@ def require_valid(contender: Contender, num_groups: int = 1) -> None:
     Args:
         num_groups: how many groups will be started, of a distributed script.
     """
-    module, flags = script_module(contender), contender.command[2:]
+    module, flags = script_and_flags(contender)
     try:
         # tyro would draw a box.
         with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
             args = tyro.cli(module.Args, args=flags)
     except SystemExit:
-        raise UsageError(
-            f"{Path(contender.command[1]).name} does not take {shlex.join(flags)}; see its --help"
-        ) from None
+        script = Path(module.__file__).name
+        raise UsageError(f"{script} does not take {shlex.join(flags)}; see its --help") from None
     module.validate(args)
     if isinstance(args, SebulbaArgs):
         validate_start(args, num_groups, module.validate_shards)
-
-
-def alternate(contenders: Sequence[Contender], seeds: Sequence[int]) -> list[tuple[Contender, int]]:
-    """The order of the runs: A B C, then C B A, ... so that a machine that slows down favours none of them."""
-    order = []
-    for i, seed in enumerate(seeds):
-        order += [(contender, seed) for contender in (contenders if i % 2 == 0 else reversed(contenders))]
-    return order
+    if peer := peer_of(contender.label):
+        plan(peer, args)
 
 
 def run_trials(contenders: Sequence[Contender], seeds: Sequence[int], runs_dir: Path) -> list[Trial]:
@@ -315,7 +325,8 @@ def run_trials(contenders: Sequence[Contender], seeds: Sequence[int], runs_dir: 
         KeyboardInterrupt: by Ctrl-C in the first run.
     """
     trials = []
-    order = alternate(contenders, seeds)
+    # A B C, then C B A, ... so that a machine that slows down favours none of them.
+    order = [(c, seed) for i, seed in enumerate(seeds) for c in (contenders[::-1] if i % 2 else contenders)]
     for position, (contender, seed) in enumerate(order, start=1):
         print(f"[{position}/{len(order)}] {contender.label}, seed {seed}", flush=True)
         try:
@@ -489,15 +500,6 @@ def read_json(path: Path) -> dict:
 # ------------------------------------------------------------------------------------------------------------ RESULTS
 
 
-def measured(trials: Sequence[Trial], label: str, key: str) -> dict[int, float]:
-    """``summary[key]`` of a contender by seed, of the trials that did not fail and have such a number."""
-    return {
-        trial.seed: trial.summary[key]
-        for trial in trials
-        if trial.label == label and not trial.failure and trial.summary[key] is not None
-    }
-
-
 def last_episodes(points: Sequence[dict], count: int = 100, or_fewer: bool = False) -> float | None:
     """The mean return of the last ``count`` training episodes that a run's log points tell of.
 
@@ -512,18 +514,3 @@ def last_episodes(points: Sequence[dict], count: int = 100, or_fewer: bool = Fal
         number = min(missing, point["charts/episodes"] - before["charts/episodes"])
         total, missing = total + number * point["charts/episodic_return"], missing - number
     return None if missing == count or (missing and not or_fewer) else total / (count - missing)
-
-
-def peak_memories(trials: Sequence[Trial], label: str) -> list[float]:
-    """``peak_memory_mb`` of a contender's trials that did not fail and have it."""
-    peaks = (trial.peak_memory_mb for trial in trials if trial.label == label and not trial.failure)
-    return [peak for peak in peaks if peak is not None]
-
-
-def sps_ratios(trials: Sequence[Trial], label: str, baseline: str) -> list[float]:
-    """How many times as fast as ``baseline`` a contender is, for each seed that both have run.
-
-    Ratios within a seed, because runs of one seed lie close together in time and the machine's speed drifts.
-    """
-    sps, base = measured(trials, label, "sps"), measured(trials, baseline, "sps")
-    return [sps[seed] / base[seed] for seed in sps if base.get(seed)]
