@@ -4,12 +4,14 @@ import dataclasses
 import importlib
 import itertools
 import json
+import random
 import re
 import shutil
 import signal
 import socket
 import sys
 import threading
+from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,6 +25,7 @@ from leanrl import cleanba_ppo
 from leanrl.sebulba.actor import ActorThread
 from leanrl.sebulba.algorithm import Shards
 from leanrl.sebulba.collectives import Collectives, sum_in_order
+from leanrl.sebulba.launch import FIRST_PORT, NUM_PORTS
 from leanrl.sebulba.layout import Layout
 from leanrl.sebulba.rollout import Rollout
 from leanrl.sebulba.status import PeerLost
@@ -43,9 +46,12 @@ STATS = {
 
 @pytest.fixture
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
+    """Of those that SLURM jobs meet at: no outgoing connection takes it meanwhile."""
+    for port in random.sample(range(FIRST_PORT, FIRST_PORT + NUM_PORTS), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return str(port)
+    raise AssertionError("no port is free")
 
 
 # ----------------------------------------------------------------------------------------------------------- RECORDS
@@ -221,7 +227,7 @@ def test_groups_with_other_flags_are_refused(tmp_path, free_port):
         for i, seed in enumerate((1, 2))
     ]
     (lead_code, _), (code, out) = map(finish, groups)
-    assert lead_code == 1 and code == 2
+    assert lead_code == 1 and code == 2, out
     assert last_line(out).endswith(
         "learner 1 (rank 1) was started with other flags than actor 0 and learner 0 (rank 0)"
     )

@@ -19,7 +19,7 @@ from leanrl.sebulba.mailbox import Stopped
 from leanrl.sebulba.status import Status
 from leanrl.sebulba.supervisor import Child, Supervisor
 from leanrl.sebulba.worker import Worker
-from leanrl.support.cli import run_directory
+from leanrl.support.cli import report_usage_error, run_directory
 from leanrl.support.errors import UsageError, bad
 from leanrl.support.run import seed_everything
 
@@ -106,8 +106,9 @@ def _run_rank(args, script_file: str, algorithm: Algorithm, layout: Layout, devi
     status = Status(part.name)
     try:
         Worker(args, script_file, algorithm, layout, part, device, status).run()
-    except UsageError:
-        raise
+    except UsageError as error:
+        report_usage_error(error, script_file)
+        _end_process(2)
     except Stopped:  # an actor thread has failed, and reported it
         status.wait_until_told()
         _end_process(1)

@@ -137,6 +137,11 @@ def run_script(main: Callable[[Args], None], args_type: type[Args], script_file:
     try:
         main(parse_args(args_type, Path(script_file).stem))
     except UsageError as error:
-        line = " ".join(str(error).split())  # messages of libraries may have several lines
-        print(f"{Path(script_file).name}: {line}", file=sys.stderr)
+        report_usage_error(error, script_file)
         raise SystemExit(2) from None
+
+
+def report_usage_error(error: UsageError, script_file: str) -> None:
+    """Prints ``error`` as one line on stderr."""
+    line = " ".join(str(error).split())  # messages of libraries may have several lines
+    print(f"{Path(script_file).name}: {line}", file=sys.stderr)
