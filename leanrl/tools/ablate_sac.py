@@ -85,7 +85,7 @@ def sac_denormals():
         with torch.random.fork_rng([]):
             torch.manual_seed(1)
             learner.update(True)
-        averages = [x for optimizer in learner.optimizers[:2] for x in (*optimizer.exp_avgs, *optimizer.exp_avg_sqs)]
+        averages = [x for optimizer in learner.optimizers[:2] for x in (optimizer.exp_avg, optimizer.exp_avg_sq)]
         num_dead = sum((x == 0).sum().item() for x in averages)
         with flushing(False):
             for x in averages:
