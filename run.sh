@@ -10,7 +10,7 @@ usage() {
 ./run.sh bench [LINE] [FLAGS]   README's table, ours against Stable-Baselines3 and SBX (installs them first); LINE is
                             PPO, SAC, TD3, DQN or PPO-Atari, by default each in turn; FLAGS are those of compare
 ./run.sh SCRIPT [FLAGS]     a training script, e.g. ./run.sh ppo_continuous_action_torchcompile --compile
-./run.sh gpu [FLAGS]        on a GPU: checks, then the speed of every script in every mode, in 10 minutes
+./run.sh gpu [FLAGS]        on a GPU: checks, then the speed of every script in every mode, 500 s a call
 ./run.sh TOOL [FLAGS]       compare, evaluate, plot, ablate, parts, parts_atari, reproduce, benchmark or plan_layout
 ./run.sh SCRIPT --help      what a script or tool takes
 
@@ -132,7 +132,8 @@ bench)
     install "" mujoco
     case $name in
     plot) install dev ;;
-    ablate | parts_atari | reproduce | benchmark | plan_layout | gpu) install envpool ;;
+    gpu) install envpool dev ;;
+    ablate | parts_atari | reproduce | benchmark | plan_layout) install envpool ;;
     *) case "$*" in *envpool* | *[aA]tari* | *cleanba*) install envpool ;; esac ;;
     esac
     case " $*" in *" sb3:"* | *" sbx:"*) install peers ;; esac

@@ -284,8 +284,7 @@ def test_a_peer_counts_with_its_fastest_setting():
 
 def test_last_episodes():
     points = [ended(10, 60, 1.0), {"global_step": 20}, ended(30, 120, 2.0), ended(40, 160, 4.0)]
-    assert last_episodes(points[:2]) is None and last_episodes([], or_fewer=True) is None
-    assert last_episodes(points[:2], or_fewer=True) == pytest.approx(1.0)
+    assert last_episodes([]) is None and last_episodes(points[:2]) == pytest.approx(1.0)
     assert last_episodes(points[:3]) == pytest.approx((60 * 2.0 + 40 * 1.0) / 100)
     assert last_episodes(points) == pytest.approx((60 * 2.0 + 40 * 4.0) / 100)
     assert last_episodes(points, count=150) == pytest.approx((50 * 1.0 + 60 * 2.0 + 40 * 4.0) / 150)
