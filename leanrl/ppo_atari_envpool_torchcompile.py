@@ -305,7 +305,7 @@ def make_update(agent: Agent, optimizer: Adam, rollout: Rollout, args: Args) -> 
             loss, losses = ppo_loss(agent, rollout.minibatch(mb_inds), args)
         loss.backward()
         # TorchInductor's code for CPUs has no way into foreach's norm but a slow one.
-        nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=device_type != "cpu")
+        nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=device_type == "cuda")
         optimizer.step()
         optimizer.zero_grad()
         return torch.stack(losses)

@@ -39,8 +39,13 @@ class Watch(TorchDispatchMode):
         return result
 
 
-def without_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Autocast has no meta device."""
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The meta device has no autocast, and is refused where foreach operations clip gradients."""
+    clip = torch.nn.utils.clip_grad_norm_
+    monkeypatch.setattr("torch.nn.utils.clip_grad._device_has_foreach_support", lambda *_: True)
+    monkeypatch.setattr(
+        torch.nn.utils, "clip_grad_norm_", lambda params, norm, foreach: clip(params, norm, foreach=True)
+    )
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     monkeypatch.setattr(Float32, "forward", lambda layer, x: super(Float32, layer).forward(x))
 
@@ -137,7 +142,7 @@ def cleanba_impala():
     "make", [td3, sac, dqn, ppo, ppo_atari, cleanba_ppo, cleanba_impala], ids=lambda make: make.__name__
 )
 def test_nothing_leaves_the_device(make, monkeypatch):
-    without_autocast(monkeypatch)
+    as_on_a_gpu(monkeypatch)
     backward = make in FORMER_OPERATIONS
     with torch.no_grad():
         steps = make() if not backward else None
@@ -164,7 +169,7 @@ FORMER_OPERATIONS = {
 @pytest.mark.parametrize("make", FORMER_OPERATIONS, ids=lambda make: make.__name__)
 def test_few_operations_are_launched(make, monkeypatch):
     """Each is a launch on a GPU, where nothing is compiled: loops over parameters would multiply them."""
-    without_autocast(monkeypatch)
+    as_on_a_gpu(monkeypatch)
     for captured, former in zip(make(), FORMER_OPERATIONS[make], strict=True):
         captured()
         with Watch() as watch:
