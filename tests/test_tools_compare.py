@@ -54,7 +54,7 @@ ACTORS = "--contenders cleanba_ppo:eager --total-timesteps 30000 -- --device cpu
         (f"--contenders '{FAST} bf16'", "bf16: not a flag"),
         (f"--contenders '{FAST} --device cpu'", "--device: is set by this tool"),
         ("--contenders sb3:PPA", "no such peer; did you mean sb3:PPO"),
-        ("--contenders nobody:PPO", "no_such_library is not installed; pip install"),
+        ("--contenders nobody:PPO", "-m pip install -r requirements/requirements-peers.txt"),
         ("--contenders 'sb3:PPO --env-backend=envpool'", "does not take"),
         ("--contenders 'sb3:PPO --gamma=2'", "--gamma 2.0"),
         ("--contenders 'sb3:SAC --amp=bf16'", "--amp bf16: the peers have no such mode"),
