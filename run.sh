@@ -12,6 +12,7 @@ usage() {
 ./run.sh SCRIPT [FLAGS]     a training script, e.g. ./run.sh ppo_continuous_action_torchcompile --compile
 ./run.sh gpu [FLAGS]        on a GPU: checks, then the speed of every script in every mode, in 10 minutes
 ./run.sh launch [FLAGS]     a script on several environments with several seeds, here or on SLURM
+./run.sh report [--check]   the documents' tables, written from the committed results
 ./run.sh TOOL [FLAGS]       compare, evaluate, plot, ablate, parts, parts_atari, reproduce or plan_layout
 ./run.sh SCRIPT --help      what a script or tool takes
 

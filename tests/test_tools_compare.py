@@ -360,22 +360,6 @@ def test_sweep(slowest, tmp_path, monkeypatch, capsys):
     assert axes.get_yscale() == ("log" if slowest == 10 else "linear")
 
 
-STEMS = ("compare", "peers", "peers_amd", "scaling", "batch_size", "envpool64")
-COMMITTED = [path for path in sorted(REPOSITORY.glob("doc/benchmarks/*/*.json")) if path.stem in STEMS]
-
-
-@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_committed_results_are_rendered(path):
-    """As the pages have them."""
-    record = json.loads(path.read_text())
-    text = f"{compare.title(record)}\n\n{compare.render_table(record['rows'], record['sweep'])}\n"
-    if path.with_suffix(".md").exists():
-        assert path.with_suffix(".md").read_text() == text
-    pages = path.parent.with_suffix(".md").read_text() + (REPOSITORY / "README.md").read_text()
-    assert all(f" {speed} " in pages for speed in cells(text)[-1][1].split())
-    assert compare.draw(record).axes[0].has_data()
-
-
 # ------------------------------------------------------------------------------------------------------------- PEERS
 
 SMALL = {"gamma": 0.9, "seed": 3, "env_id": "InvertedPendulum-v5", "device": "cpu"}
