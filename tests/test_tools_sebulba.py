@@ -1,4 +1,4 @@
-"""The tools around distributed runs: timelines, benchmarks, reproduction, plans."""
+"""The tools around distributed runs: timelines, launches, reproduction, plans."""
 
 import json
 import shlex
@@ -8,7 +8,6 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import psutil
 import pytest
@@ -20,7 +19,7 @@ from sebulba_runs import alive
 import leanrl.cleanba_impala as impala
 import leanrl.cleanba_ppo as ppo
 from leanrl.support.errors import UsageError
-from leanrl.tools import benchmark, layout_parts, plan_layout, plot, reproduce, timeline, trials
+from leanrl.tools import launch, layout_parts, plan_layout, plot, reproduce, timeline, trials
 from leanrl.tools.trials import REPOSITORY
 
 TEMPLATE = REPOSITORY / "leanrl" / "tools" / "cleanba.slurm"
@@ -74,59 +73,51 @@ def test_a_timeline_is_one_runs(run_dir, tmp_path):
 COMMAND = ("leanrl/cleanba_ppo.py", "--device", "cpu")
 
 
-def test_benchmark_dry_run_prints_every_run(capsys):
-    args = benchmark.Args(("A-v1", "B-v1"), num_seeds=2, start_seed=3, dry_run=True, command=COMMAND)
-    assert benchmark.main(args) == 0
+def test_launch_runs_with_workers(monkeypatch, capsys):
+    """Every environment with every seed; --dry-run prints the same commands."""
+    args = launch.Args(("A-v1", "B-v1"), num_seeds=2, start_seed=3, workers=2, command=COMMAND)
+    assert launch.main(replace(args, dry_run=True)) == 0
     lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
     flags = [(line[line.index("--env-id") + 1], line[line.index("--seed") + 1]) for line in lines]
     assert flags == [("A-v1", "3"), ("B-v1", "3"), ("A-v1", "4"), ("B-v1", "4")]
     assert len({line[line.index("--run-name") + 1] for line in lines}) == 4
 
+    ran = []
+    monkeypatch.setattr(launch.time, "strftime", lambda _: lines[0][-1].rpartition("__")[2])
+    monkeypatch.setattr(launch, "run_child", lambda line, _: (ran.append(line), (len(ran) == 2, None))[1])
+    assert launch.main(args) == 1
+    assert sorted(ran) == sorted(lines) and "3 of 4 runs ended well" in capsys.readouterr().out
 
-def test_benchmark_fills_the_template_in(capsys):
-    options = {"slurm_ntasks": 2, "slurm_gpus_per_task": 4, "dry_run": True, "slurm_template": TEMPLATE}
-    assert benchmark.main(benchmark.Args(("A-v1", "B-v1"), command=COMMAND, **options)) == 0
+
+def test_launch_submits(tmp_path, monkeypatch, capsys):
+    """The template filled in, named as in Cleanba's README; --dry-run prints it."""
+    flags = ["--slurm-template-path", str(TEMPLATE), "--slurm-ntasks=2", "--slurm-gpus-per-task=4"]
+    args = tyro.cli(launch.Args, args=["--env-ids", "A-v1", "B-v1", *flags, "--", *COMMAND])
+    assert launch.main(replace(args, dry_run=True)) == 0
     job = capsys.readouterr().out
     assert "--array=0-5\n" in job and "--ntasks=2\n" in job and "--gpus-per-task=4\n" in job
     assert "exec ${commands[$SLURM_ARRAY_TASK_ID]}" in job and "{" not in job.replace("${", "").replace("() {", "")
     quoted = [line.strip() for line in job.splitlines() if "--env-id" in line]
     assert len(quoted) == 6 and all("--seed" in shlex.split(shlex.split(line)[0]) for line in quoted)
 
-
-def test_benchmark_takes_cleanbas_name_of_the_template():
-    """Its README's --slurm-template-path."""
-    words = ["--env-ids", "A-v1", "--slurm-template-path", "a", "--", *COMMAND]
-    assert tyro.cli(benchmark.Args, args=words).slurm_template == Path("a")
-
-
-def test_benchmark_submits(tmp_path, monkeypatch, capsys):
     sbatch = tmp_path / "bin" / "sbatch"
     sbatch.parent.mkdir()
     sbatch.write_text(f"#!/bin/sh\necho $1 > {tmp_path}/output\ncp $2 {tmp_path}/submitted\n")
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", f"{sbatch.parent}:/usr/bin:/bin")
     monkeypatch.chdir(tmp_path)
-    args = benchmark.Args(("A-v1",), command=COMMAND, slurm_template=TEMPLATE, runs_dir="runs")
-    assert benchmark.main(args) == 0
+    assert launch.main(args) == 0
     assert (tmp_path / "output").read_text() == f"--output={tmp_path}/runs/slurm/%A_%a.out\n"
-    assert "cleanba_ppo.py" in (tmp_path / "submitted").read_text()
+    assert (tmp_path / "submitted").read_text().count("cleanba_ppo.py") == 6
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match="no sbatch here"):
-        benchmark.main(args)
+        launch.main(args)
 
 
-def test_benchmark_runs_with_workers(monkeypatch, capsys):
-    ran = []
-    monkeypatch.setattr(benchmark, "run_child", lambda line, _: (ran.append(line), (len(ran) == 2, None))[1])
-    assert benchmark.main(benchmark.Args(("A-v1",), num_seeds=3, workers=2, command=COMMAND)) == 1
-    assert len(ran) == 3 and all(line[0] == sys.executable for line in ran)
-    assert "2 of 3 runs ended well" in capsys.readouterr().out
-
-
-def test_benchmark_ends_its_runs_with_itself(tmp_path):
+def test_launch_ends_its_runs_with_itself(tmp_path):
     flags = ["--env-ids", "CartPole-v1", "--num-seeds", "2", "--workers", "2"]
     script = ["leanrl/cleanba_impala.py", "--device=cpu", "--local-num-envs=8", f"--runs-dir={tmp_path}"]
-    command = [sys.executable, "-m", "leanrl.tools.benchmark", *flags, "--", *script, "--total-timesteps=100000000"]
+    command = [sys.executable, "-m", "leanrl.tools.launch", *flags, "--", *script, "--total-timesteps=100000000"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         deadline = time.monotonic() + 180
@@ -142,17 +133,14 @@ def test_benchmark_ends_its_runs_with_itself(tmp_path):
     assert all(summary(path.parent)["interrupted"] for path in tmp_path.glob("*/metrics.jsonl"))
 
 
-@pytest.mark.parametrize("command", [(), ("nothing.py",), ("leanrl/__init__.py",), (*COMMAND, "--seed=3")])
-def test_benchmark_refuses(command):
-    with pytest.raises(UsageError, match=r"^-- "):
-        benchmark.main(benchmark.Args(("A-v1",), command=command, dry_run=True))
-
-
-def test_benchmark_refuses_a_bad_template(tmp_path):
+def test_launch_refuses(tmp_path):
+    for command in ((), ("nothing.py",), ("leanrl/__init__.py",), (*COMMAND, "--seed=3")):
+        with pytest.raises(UsageError, match=r"^-- "):
+            launch.main(launch.Args(("A-v1",), command=command, dry_run=True))
     (tmp_path / "t").write_text("{nonsense}")
     for path in (tmp_path / "t", tmp_path / "none"):
         with pytest.raises(UsageError, match=f"^--slurm-template {path}: "):
-            benchmark.main(benchmark.Args(("A-v1",), command=COMMAND, slurm_template=path, dry_run=True))
+            launch.main(launch.Args(("A-v1",), command=COMMAND, slurm_template=path, dry_run=True))
 
 
 @pytest.mark.parametrize(

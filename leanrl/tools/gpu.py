@@ -13,6 +13,9 @@ last ten iterations).
     python -m leanrl.tools.gpu --out runs/h200 --algorithms sac td3 --rounds 2 --leanrl ../LeanRL
 """
 
+# What ./run.sh installs for it, beside what everything needs:
+# requires: dev
+
 import math
 import os
 import re
