@@ -125,10 +125,16 @@ TASK = {"SLURM_JOB_ID": "26017", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTAS
 
 
 def test_a_slurm_task_knows_its_place():
-    assert slurm_task(TASK) == (1, 2, "localhost", 20_000 + 26017 % 12_000)
-    assert slurm_task({**TASK, "MASTER_ADDR": "other", "MASTER_PORT": "5"}) == (1, 2, "other", 5)
+    step = "SLURM step 26017.0 on localhost"
+    assert slurm_task(TASK) == (1, 2, step, "localhost", 20_000 + 26017 % 12_000)
+    assert slurm_task({**TASK, "MASTER_ADDR": "other", "MASTER_PORT": "5"}) == (1, 2, step, "other", 5)
     # Two tasks on one host, or one on each of two: neither is what places a task.
     assert slurm_task({**TASK, "SLURM_LOCALID": "7", "SLURM_STEP_NUM_NODES": "9"}) == slurm_task(TASK)
+
+
+def test_steps_of_one_job_meet_apart():
+    steps = [slurm_task({**TASK, "SLURM_JOB_ID": job, "SLURM_STEP_ID": str(i)}) for job in "12" for i in range(100)]
+    assert len({step.port for step in steps}) == len({step.step for step in steps}) == 200
 
 
 @pytest.mark.parametrize("name, value", [("SLURM_PROCID", None), ("SLURM_NTASKS", "x"), ("SLURM_PROCID", "2")])

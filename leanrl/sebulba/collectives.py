@@ -18,9 +18,11 @@ from torch.distributed.rendezvous import rendezvous
 
 from leanrl.sebulba.layout import Layout, Part
 from leanrl.sebulba.status import PeerLost
+from leanrl.support.errors import UsageError
 from leanrl.support.run import synchronize
 
-SUPERVISOR_STORE = "LEANRL_SUPERVISOR_STORE"
+# Names the run to all its processes, and to those of no other; torchrun sets it, too.
+RUN = "TORCHELASTIC_RUN_ID"
 # Characters of a backend's error: the part that was waited for must fit on the line, too.
 LONGEST_ERROR = 600
 
@@ -175,16 +177,32 @@ class Collectives:
 
 
 def _rendezvous(rank: int, world_size: int, seconds: float) -> dist.Store:
-    """Where the processes find each other: at the supervisor, at torchrun's agent, or at rank 0."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    """Where the processes of this run find each other: at the supervisor, at torchrun's agent, or at rank 0.
+
+    Raises:
+        UsageError: another run has taken the port, or this rank.
+    """
+    host, port, ours = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], os.environ.get(RUN, "")
     limit = datetime.timedelta(seconds=seconds)
     late = f"did not all come to {host}:{port} within --start-timeout {seconds:g} s; a group that has failed says why"
+    taken = f"MASTER_PORT {port}: another run meets at {host}"
     with waiting_for(f"the other processes, which {late}"):
-        if SUPERVISOR_STORE in os.environ:
-            return dist.TCPStore(host, port, is_master=False, timeout=limit)
-        store, *_ = next(rendezvous("env://", rank, world_size, timeout=limit))
+        try:
+            store, *_ = next(rendezvous("env://", rank, world_size, timeout=limit))
+        except dist.DistNetworkError as error:
+            if "EADDRINUSE" in str(error):
+                raise UsageError(f"{taken}, or another program listens there; set a port that is free") from None
+            raise
+        if rank == 0:
+            store.set("leanrl run", ours)
+        theirs = store.get("leanrl run").decode()
+    if theirs != ours:
+        raise UsageError(f"{taken}: {theirs}, while this process is of {ours}; set one for each")
     # torchrun's agent may keep its store over a restart, and with it the addresses of the processes before.
-    return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store = dist.PrefixStore(f"{ours}, attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    if store.add(f"rank {rank}", 1) > 1:
+        raise UsageError(f"{taken} that calls itself {ours}, too, and has a rank {rank}; set one for each")
+    return store
 
 
 def sum_in_order(vectors: Iterable[torch.Tensor]) -> torch.Tensor:

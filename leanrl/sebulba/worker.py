@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
@@ -15,7 +16,7 @@ import torch.nn as nn
 from leanrl.sebulba.actor import ActorThread
 from leanrl.sebulba.algorithm import Algorithm, Shards, Update
 from leanrl.sebulba.args import SebulbaArgs, learner_threads
-from leanrl.sebulba.collectives import Collectives
+from leanrl.sebulba.collectives import RUN, Collectives
 from leanrl.sebulba.environments import make_pool
 from leanrl.sebulba.layout import Layout, Part
 from leanrl.sebulba.learner import Learner, Records
@@ -37,9 +38,10 @@ JOIN_SECONDS = 30
 
 
 def flags_digest(args: SebulbaArgs) -> int:
-    """A number of all flags that every process of a run must have been given alike."""
+    """A number of the run and all flags that each of its processes must have been given alike."""
     own = {field.name for field in dataclasses.fields(RunArgs)}
     shared = {name: value for name, value in dataclasses.asdict(args).items() if name not in own}
+    shared[RUN] = os.environ.get(RUN)
     return int(hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:15], 16)
 
 
