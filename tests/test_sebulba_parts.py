@@ -1,20 +1,24 @@
 """The parts of the actor-learner system, each by itself: layouts, schedules, noise, rollouts, reports, sums."""
 
+import pickle
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+import leanrl.sebulba.collectives as collectives
 from leanrl.sebulba.args import SebulbaArgs
 from leanrl.sebulba.collectives import sum_in_order
 from leanrl.sebulba.environments import make_pool
 from leanrl.sebulba.launch import first_host, slurm_task
 from leanrl.sebulba.layout import Layout, parse_layout
+from leanrl.sebulba.learner import Learner
 from leanrl.sebulba.mailbox import Mailbox, Stalled, Stopped
 from leanrl.sebulba.params import ParamsSource, version_for
 from leanrl.sebulba.randomness import ACTION_NOISE, PERMUTATIONS, Streams, gumbel_noise
-from leanrl.sebulba.report import Times, checksum, ended_episodes, read_reports, write_report
+from leanrl.sebulba.report import Report, Times, checksum, ended_episodes, returns_and_lengths
 from leanrl.sebulba.rollout import Header, Rollout
 from leanrl.support.errors import UsageError
 
@@ -292,25 +296,76 @@ def test_a_rollout_is_one_message():
     assert a.obs.shape == (6, 3, 4, 2) and a.actions.shape == (5, 3)
 
 
-def test_reports_come_back_as_they_were_written():
-    layout = layout_of("a0-l1,2,3-d1", 2, 48)
-    most = max(len(layout.pieces_of_learner(i)) for i in range(3))
-    assert most == 2 and len(layout.pieces_of_learner(0)) == 1
-    rows, generator = [], torch.Generator().manual_seed(0)
+@pytest.mark.parametrize("shards", [None, 12])
+def test_episodes_are_told_by_step_and_environment(shards):
+    """Whichever learner they ended at."""
+    layout, reports = layout_of("a0-l1,2,3-d1", 2, 48, shards), []
+    ended = [(4, 95, 1.5), (0, 40, 2.5), (4, 3, 3.5), (1, 64, 4.5), (1, 31, 5.5)]
     for learner in range(3):
-        shard = Rollout.allocate(5, layout.shard_size, (1,), torch.float32, torch.device("cpu"))
-        shard.returns.fill_(torch.nan)
-        shard.lengths.fill_(torch.nan)
-        shard.returns[learner + 1, 3], shard.lengths[learner + 1, 3] = 10.0 * learner, learner + 7
-        headers = [Header(1, i, *torch.rand(7, generator=generator).tolist()) for i in range(most)]
-        headers = headers[: len(layout.pieces_of_learner(learner))]
-        rows.append(write_report(learner == 1, 2**51 + learner, Times(1, 2, 3), headers, [shard], most))
-        assert len(rows[-1]) == len(rows[0])
-    reports = read_reports(layout, torch.stack(rows), 5)
-    assert [r.stop for r in reports] == [False, True, False]
-    assert [r.checksum - 2**51 for r in reports] == [0, 1, 2]
-    assert [header.version for _, header in reports[1].pieces] == [0, 1]
-    assert ended_episodes(reports) == ([0.0, 10.0, 20.0], [7.0, 8.0, 9.0])
+        rollouts = []
+        for shard in layout.shards_of(learner):
+            rollout = Rollout.allocate(5, layout.shard_size, (1,), torch.float32, torch.device("cpu"))
+            rollout.returns.fill_(torch.nan)
+            for step, env, total in ended:
+                if env in (envs := layout.shard_envs(shard)):
+                    rollout.returns[step, env - envs.start] = total
+                    rollout.lengths[step, env - envs.start] = env
+            rollouts.append(rollout)
+        reports.append(Report(Times(), [], ended_episodes(layout, learner, rollouts)))
+    assert returns_and_lengths(reports) == ([2.5, 5.5, 4.5, 3.5, 1.5], [40, 31, 64, 3, 95])
+
+
+class OneOfMany:
+    """Stands for torch.distributed in one process: what it is told, all others tell, too."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.groups, self.received = [], 0
+        monkeypatch.setattr(collectives, "_rendezvous", lambda *args: None)
+        for name in ("init_process_group", "new_group", "all_gather", "gather_object"):
+            monkeypatch.setattr(collectives.dist, name, getattr(self, name))
+
+    def init_process_group(self, *args, world_size, **kwargs) -> None:
+        self.world_size = world_size
+
+    def new_group(self, ranks=None, timeout=None) -> int:
+        self.groups.append(len(ranks or range(self.world_size)))
+        return len(self.groups)
+
+    def all_gather(self, tensors, tensor, group) -> None:
+        assert len(tensors) == self.groups[group - 1]
+        self.received += sum(told.copy_(tensor).nbytes for told in tensors)
+
+    def gather_object(self, told, everyone, rank, group) -> None:
+        if everyone is not None:
+            everyone[:] = [told] * self.groups[group - 1]
+            self.received += len(everyone) * len(pickle.dumps(told))
+
+
+@pytest.mark.parametrize("text, groups", [("a0-l0-d128", [128]), ("a0-l1,2,3-d32", [128, 96])])
+@pytest.mark.parametrize("learner", [0, 40])
+def test_what_128_devices_tell_each_other(monkeypatch, text, groups, learner):
+    """No process makes many groups, and reports are small: large ones took longer than some updates."""
+    layout, world = layout_of(text, 2, 48), OneOfMany(monkeypatch)
+    part, args = layout.learner_part(learner), SebulbaArgs()
+    ours = collectives.Collectives(layout, part, torch.device("cpu"), args)
+    shard = Rollout.allocate(128, layout.shard_size, (1,), torch.float32, torch.device("cpu"))
+    shard.returns.fill_(torch.nan)
+    shard.returns[::16, ::4] = 1.0  # an episode ends every 64 steps
+    pieces = [(piece, Header(1)) for piece in layout.pieces_of_learner(learner)]
+    stands_for = {"pipeline": SimpleNamespace(exchange=lambda *args, **kwargs: pieces)}
+    stands_for["update"] = SimpleNamespace(run=lambda number: torch.zeros(6))
+    optimizer, sent = SimpleNamespace(params=torch.zeros(10)), []
+    monkeypatch.setattr(ours, "exchange", lambda sends, *args: sent.extend(rank for rank, _ in sends))
+    rest = {"shards": [shard], "optimizer": optimizer, "collectives": ours, "source": None, "args": args}
+    trainee = Learner(layout, part, **stands_for, **rest)
+    iteration = trainee.iterate(1, 100, lambda: False)
+    assert world.groups == groups and not iteration.is_last
+    if learner == 0:
+        episodes, _ = returns_and_lengths(iteration.reports)
+        assert len(episodes) == layout.num_learners * 8 * layout.shard_size // 4 and world.received < 1e6
+    else:
+        assert iteration.reports == [] and world.received <= 16 * layout.num_learners
+    assert sent == ([0] if text == "a0-l1,2,3-d32" and learner == 0 else [])
 
 
 def test_the_checksum_sees_every_bit():

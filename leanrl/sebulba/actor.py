@@ -14,6 +14,7 @@ from leanrl.sebulba.params import ParamsSource, version_for
 from leanrl.sebulba.randomness import ACTION_NOISE, Streams, gumbel_noise
 from leanrl.sebulba.rollout import Header, Rollout
 from leanrl.support.atari import whole_games
+from leanrl.support.devices import synchronize_stream
 from leanrl.support.envs import EnvPoolVectorEnv
 from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.executables import URGENT, WARMUP_CALLS, make_executable
@@ -243,8 +244,7 @@ class ActorThread(threading.Thread):
             for name, array in outcome.items():
                 getattr(piece, name).copy_(torch.from_numpy(array[:, columns]))
             piece.header.copy_(torch.tensor(header, dtype=torch.float64))
-        if self._device.type == "cuda":  # the main thread reads it on another stream
-            torch.cuda.current_stream(self._device).synchronize()
+        synchronize_stream(self._device)  # the main thread reads it on another
         return obs, resets
 
     def _write_obs(self, rollout: list[Rollout], step: int, obs: np.ndarray) -> None:

@@ -13,23 +13,26 @@ from leanrl.sebulba.collectives import Collectives
 from leanrl.sebulba.layout import Layout, Part
 from leanrl.sebulba.params import ParamsSource
 from leanrl.sebulba.pipeline import Pipeline
-from leanrl.sebulba.report import Report, Times, checksum, ended_episodes, read_reports, write_report
+from leanrl.sebulba.report import Report, Times, checksum, ended_episodes, returns_and_lengths
 from leanrl.sebulba.rollout import Rollout
+from leanrl.support.devices import synchronize_stream
 from leanrl.support.optim import FlatParameters
-from leanrl.support.run import Run, synchronize
+from leanrl.support.run import Run
 from leanrl.support.tracking import cut_metrics
 
 TIMELINE_FILE = "timeline.jsonl"
 
 
 class Iteration(NamedTuple):
-    """What every learner knows of one, once it is over."""
+    """What a learner knows of one, once it is over."""
 
     number: int
     reports: list[Report]
-    """of all learners"""
+    """of all learners, where this one leads"""
     losses: torch.Tensor
     """in the order of the algorithm's ``loss_names``"""
+    stop: bool
+    """whether any process was asked to stop"""
     is_last: bool
     """whether the run ends with it: the same for all"""
 
@@ -64,7 +67,6 @@ class Learner:
         self._pipeline, self._shards, self.update = pipeline, shards, update
         self._optimizer, self._collectives, self._source = optimizer, collectives, source
         self._args = args
-        self._num_pieces = max(len(layout.pieces_of_learner(i)) for i in range(layout.num_learners))
 
     def iterate(self, number: int, last: int, stop_requested: Callable[[], bool]) -> Iteration:
         """Trains on rollout ``number`` and passes the new parameters on.
@@ -78,28 +80,29 @@ class Learner:
             Stopped, Stalled, PeerLost: a rollout, or another learner, does not come.
         """
         started = time.time()
-        headers = self._pipeline.exchange(number, stop=False)  # what it was asked is in its report
+        pieces = self._pipeline.exchange(number, stop=False)  # what it was asked is in its sign
         filled = time.time()
         all_reduce = self._collectives.all_reduce_seconds
         losses = self.update.run(number)
-        synchronize(self._optimizer.params.device)
+        synchronize_stream(self._optimizer.params.device)
         updated = time.time()
         times = Times(started, filled, updated, self._collectives.all_reduce_seconds - all_reduce)
         check = number % self._args.checksum_frequency == 0 or number == last
-        sum_of_bits = checksum(self._optimizer.params) if check else 0
-        piece_headers = [header for _, header in headers]
-        asked_to_stop = stop_requested() or any(header.stop for header in piece_headers)
-        written = write_report(asked_to_stop, sum_of_bits, times, piece_headers, self._shards, self._num_pieces)
-        reports = read_reports(self._layout, self._collectives.gather_reports(written), self._args.num_steps)
-        for learner, report in enumerate(reports):
-            if report.checksum != reports[0].checksum:
+        asked_to_stop = stop_requested() or any(header.stop for _, header in pieces)
+        sign = (asked_to_stop, checksum(self._optimizer.params) if check else 0)
+        stops, checksums = zip(*self._collectives.gather_signs(sign), strict=True)
+        for learner, sum_of_bits in enumerate(checksums):
+            if sum_of_bits != checksums[0]:
                 names = [self._layout.learner_part(i).name for i in (learner, 0)]
                 raise RuntimeError(f"the parameters of {' and '.join(names)} differ after update {number}")
-        is_last = number == last or any(report.stop for report in reports)
+        report = Report(times, pieces, ended_episodes(self._layout, self._part.learner, self._shards))
+        reports = self._collectives.gather_reports(report)
+        stop = any(stops)
+        is_last = number == last or stop
         self._collectives.send_params(self._optimizer.params, is_last)
         if self._source is not None:
             self._source.publish(number, self._optimizer.params)
-        return Iteration(number, reports, losses, is_last)
+        return Iteration(number, reports, losses, stop, is_last)
 
 
 class Records:
@@ -136,10 +139,10 @@ class Records:
             RuntimeError: training has diverged.
         """
         run, args = self._run, self._run.args
-        number, reports, losses, is_last = iteration
+        number, reports, losses, _, is_last = iteration
         run.global_step += self._layout.num_envs * args.num_steps
         run.optimizer_steps += self._optimizer_steps
-        run.record_episodes(*ended_episodes(reports))
+        run.record_episodes(*returns_and_lengths(reports))
         self._timeline.write(json.dumps(self._spans(number, reports)) + "\n")
         checkpoint_due = run.checkpoint_due()
         # Before a checkpoint too: a log point is where a run that has diverged ends.

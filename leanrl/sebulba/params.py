@@ -5,6 +5,7 @@ import threading
 import torch
 
 from leanrl.sebulba.mailbox import Stalled, Stopped
+from leanrl.support.devices import synchronize_stream
 
 
 def version_for(rollout: int, policy_lag: int, first_version: int = 0) -> int:
@@ -45,8 +46,7 @@ class ParamsSource:
                 raise RuntimeError(f"parameters {version} published after {self._newest}")
             slot = version % len(self._slots)
             self._slots[slot].copy_(params)
-            if params.is_cuda:  # the threads that copy it work on other streams
-                torch.cuda.current_stream(params.device).synchronize()
+            synchronize_stream(params.device)  # the threads that copy it work on others
             self._versions[slot] = self._newest = version
             self._changed.notify_all()
 

@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 
-import torch
-
 from leanrl.sebulba.actor import ActorThread
 from leanrl.sebulba.collectives import Collectives
 from leanrl.sebulba.layout import Layout, Part, Piece
 from leanrl.sebulba.params import version_for
 from leanrl.sebulba.rollout import Header, Rollout
+from leanrl.support.devices import synchronize_stream
 
 
 class Pipeline:
@@ -82,8 +81,8 @@ class Pipeline:
         mine = [(piece, rollout) for piece, rollout in here if piece.learner == self._part.learner]
         mine += zip(self._wanted, self._received, strict=True)
         headers = [(piece, self._fill(number, piece, rollout)) for piece, rollout in mine]
-        if here and here[0][1].buffer.is_cuda:  # the threads overwrite their buffers next, on streams of their own
-            torch.cuda.current_stream().synchronize()
+        if here:  # the threads overwrite their buffers next, on streams of their own
+            synchronize_stream(here[0][1].buffer.device)
         for thread, rollouts in zip(self._threads, played, strict=True):
             thread.give_back(rollouts)
         return sorted(headers, key=lambda item: item[0].envs.start)

@@ -236,7 +236,7 @@ class Worker:
                 iteration = learner.iterate(number, self._last, stop_requested)
                 records.add(iteration, optimizer)
                 if iteration.is_last:
-                    if any(report.stop for report in iteration.reports) and not enough:
+                    if iteration.stop and not enough:
                         run.request_stop()  # the signal may have reached another process only
                     break
         finally:
