@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+import leanrl.sebulba.args
 import leanrl.sebulba.collectives as collectives
-from leanrl.sebulba.args import SebulbaArgs
+from leanrl.sebulba.args import SebulbaArgs, pool_threads
 from leanrl.sebulba.collectives import sum_in_order
 from leanrl.sebulba.environments import make_pool
 from leanrl.sebulba.launch import first_host, slurm_task
@@ -130,8 +131,10 @@ TASK = {"SLURM_JOB_ID": "26017", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTAS
 
 def test_a_slurm_task_knows_its_place():
     step = "SLURM step 26017.0 on localhost"
-    assert slurm_task(TASK) == (1, 2, step, "localhost", 20_000 + 26017 % 12_000)
-    assert slurm_task({**TASK, "MASTER_ADDR": "other", "MASTER_PORT": "5"}) == (1, 2, step, "other", 5)
+    assert slurm_task(TASK) == (1, 2, 2, step, "localhost", 20_000 + 26017 % 12_000)
+    assert slurm_task({**TASK, "MASTER_ADDR": "other", "MASTER_PORT": "5"}) == (1, 2, 2, step, "other", 5)
+    for words, tasks_here in (("1(x2)", 1), ("12", 12), ("3(x2),2", 3)):
+        assert slurm_task({**TASK, "SLURM_STEP_TASKS_PER_NODE": words}).tasks_here == tasks_here
     # Two tasks on one host, or one on each of two: neither is what places a task.
     assert slurm_task({**TASK, "SLURM_LOCALID": "7", "SLURM_STEP_NUM_NODES": "9"}) == slurm_task(TASK)
 
@@ -160,6 +163,26 @@ def test_slurm_variables_that_make_no_sense(name, value):
 )
 def test_the_first_host_of_a_node_list(nodelist, host):
     assert first_host(nodelist) == host
+
+
+@pytest.mark.parametrize(
+    "text, cores, on_node, local, expected",
+    [
+        ("a0-l0-d1", 96, None, None, 48),
+        ("a0-l0-d8", 96, None, 8, 6),  # under torchrun
+        ("a0-l0-d8", 96, 96, 8, 6),  # SLURM's tasks, each of which may run anywhere
+        ("a0-l0-d8", 12, 96, 8, 6),  # or only on cores of its own
+        ("a0-l0-d8", 12, None, 8, 1),
+        ("a0-l1,2,3-d4", 96, None, 8, 24),  # two of its groups here
+        ("a0,1-l2-d1", 3, None, 3, 1),
+    ],
+)
+def test_pools_share_the_cores_of_a_machine(monkeypatch, text, cores, on_node, local, expected):
+    for name, value in (("SLURM_CPUS_ON_NODE", on_node), ("LOCAL_WORLD_SIZE", local)):
+        monkeypatch.setenv(name, str(value)) if value is not None else monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(leanrl.sebulba.args, "available_cores", lambda: cores)
+    layout = layout_of(text, 2, 48)
+    assert pool_threads(SebulbaArgs(), layout) == expected and pool_threads(SebulbaArgs(env_threads=5), layout) == 5
 
 
 # ---------------------------------------------------------------------------------------------------------- SCHEDULE

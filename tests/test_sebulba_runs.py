@@ -209,6 +209,16 @@ def test_what_has_diverged_is_not_checkpointed(monkeypatch, capsys, tmp_path):
     assert newest_checkpoint(tmp_path / "run")[0] == 512
 
 
+@pytest.mark.parametrize("every, is_told", [(255, True), (256, False)])
+def test_a_checkpoint_after_every_update_is_told(monkeypatch, capsys, tmp_path, every, is_told):
+    assert (
+        run_alone(monkeypatch, "cleanba_ppo", *tiny(tmp_path, f"--checkpoint-every={every}", "--total-timesteps=256"))
+        == 0
+    )
+    line = "warning: --checkpoint-every 255: less than the 256 steps of an update: every update will be saved"
+    assert (line in capsys.readouterr().err.splitlines()) == is_told
+
+
 def test_resuming_with_other_groups_is_refused(monkeypatch, capsys, tmp_path):
     assert run_alone(monkeypatch, "cleanba_ppo", *tiny(tmp_path, "--total-timesteps=512")) == 0
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
@@ -576,6 +586,7 @@ def test_presets_are_sebulbas_numbers(name, num_threads, num_envs, num_steps):
     assert (args.num_actor_threads, args.local_num_envs, args.num_steps) == (num_threads, num_envs, num_steps)
     assert (args.learning_rate, args.num_minibatches, args.update_epochs) == (1e-3, 16, 2)
     assert (args.protocol, args.env_id, args.total_timesteps) == ("cleanrl", "Breakout-v5", 100_000_000)
+    assert args.checkpoint_every >= 10 * layout.num_envs * args.num_steps  # else checkpoints take longer than updates
 
 
 @pytest.mark.parametrize("script", DISTRIBUTED)

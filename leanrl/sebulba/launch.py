@@ -72,7 +72,9 @@ def start(args: SebulbaArgs, script_file: str, algorithm: Algorithm) -> None:
         run_dir = run_directory(args)
         raise bad("run_name", args.run_name, f"{run_dir} exists; continue it with --resume {run_dir}")
     first_rank = 0 if slurm is None else slurm.number * group_size
-    environ = {"WORLD_SIZE": str(len(layout.parts))}
+    tasks_here = 1 if slurm is None else slurm.tasks_here
+    # As torchrun does: those of all groups on this machine.
+    environ = {"WORLD_SIZE": str(len(layout.parts)), "LOCAL_WORLD_SIZE": str(tasks_here * group_size)}
     store = None
     if slurm is not None:
         environ |= {"MASTER_ADDR": slurm.host, "MASTER_PORT": str(slurm.port)}
@@ -151,6 +153,8 @@ class SlurmTask(NamedTuple):
     number: int
     """of this task; its group has that number"""
     num_tasks: int
+    tasks_here: int
+    """on this machine, the most of any of the step"""
     step: str
     """what this run has in common with no other: job, step and hosts"""
     host: str
@@ -172,6 +176,8 @@ def slurm_task(environ: Mapping[str, str]) -> SlurmTask:
     job, step, hosts = environ["SLURM_JOB_ID"], environ.get("SLURM_STEP_ID", "0"), environ["SLURM_STEP_NODELIST"]
     try:
         number, num_tasks = int(environ["SLURM_PROCID"]), int(environ["SLURM_NTASKS"])
+        # "3(x2),1": three on each of the first two machines. Without SLURM all are on this one.
+        tasks_here = int(re.match(r"\d*", environ.get("SLURM_STEP_TASKS_PER_NODE", environ["SLURM_NTASKS"]))[0])
         by_step = FIRST_PORT + (int(job) + STEP_STRIDE * int(step)) % NUM_PORTS
         port = int(environ.get("MASTER_PORT", by_step))
     except ValueError as error:
@@ -179,7 +185,7 @@ def slurm_task(environ: Mapping[str, str]) -> SlurmTask:
     if not 0 <= number < num_tasks:
         raise UsageError(f"--distributed: SLURM_PROCID {number} must be from 0 to SLURM_NTASKS - 1 = {num_tasks - 1}")
     host = environ.get("MASTER_ADDR") or first_host(hosts)
-    return SlurmTask(number, num_tasks, f"SLURM step {job}.{step} on {hosts}", host, port)
+    return SlurmTask(number, num_tasks, tasks_here, f"SLURM step {job}.{step} on {hosts}", host, port)
 
 
 def first_host(nodelist: str) -> str:

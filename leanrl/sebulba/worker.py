@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
@@ -15,7 +16,7 @@ import torch.nn as nn
 
 from leanrl.sebulba.actor import ActorThread
 from leanrl.sebulba.algorithm import Algorithm, Shards, Update
-from leanrl.sebulba.args import SebulbaArgs, learner_threads
+from leanrl.sebulba.args import SebulbaArgs, learner_threads, pool_threads
 from leanrl.sebulba.collectives import RUN, Collectives
 from leanrl.sebulba.environments import make_pool
 from leanrl.sebulba.layout import Layout, Part
@@ -26,7 +27,7 @@ from leanrl.sebulba.pipeline import Pipeline
 from leanrl.sebulba.rollout import Rollout
 from leanrl.sebulba.status import Status
 from leanrl.support.cli import RunArgs
-from leanrl.support.devices import available_cores, keep_freed_memory, set_cpu_numerics
+from leanrl.support.devices import keep_freed_memory, set_cpu_numerics
 from leanrl.support.errors import UsageError
 from leanrl.support.executables import untouched
 from leanrl.support.hub import upload_run
@@ -92,6 +93,10 @@ class Worker:
             # Before the rendezvous: a run directory that exists is refused at once.
             total_steps = self._last * self._batch_size
             run = Run(args, self._script_file, device, total_steps) if part.learner == 0 else None
+            every = args.checkpoint_every
+            if run is not None and every is not None and every < self._batch_size:
+                reason = f"less than the {self._batch_size} steps of an update: every update will be saved"
+                print(f"warning: --checkpoint-every {every}: {reason}", file=sys.stderr, flush=True)
             collectives = Collectives(layout, part, device, args)
             # Not after an error: NCCL would wait for the others to close their end.
             stack.push(lambda kind, *_: collectives.close() if kind is None else None)
@@ -167,14 +172,12 @@ class Worker:
     def _make_threads(self, source: ParamsSource, start: int) -> list[ActorThread]:
         """The actor threads of this process; the run is taken up at step ``start``."""
         args, layout, actor = self._args, self._layout, self._part.actor
-        # Threads of environments are shared by the actor threads of this machine, as far as it is known.
-        num_pools = len(layout.actor_device_ids) * layout.num_actor_threads
-        env_threads = args.env_threads or max(1, available_cores() // num_pools)
+        num_threads = pool_threads(args, layout)
         return [
             ActorThread(
                 layout.thread_name(actor, index),
                 layout.pieces_of_thread(actor, index),
-                make_pool(args.env_id, layout.thread_envs(actor, index), args.seed, args.protocol, env_threads, start),
+                make_pool(args.env_id, layout.thread_envs(actor, index), args.seed, args.protocol, num_threads, start),
                 self._make_agent(),
                 source,
                 args,
