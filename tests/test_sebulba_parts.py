@@ -18,7 +18,7 @@ from leanrl.sebulba.layout import Layout, parse_layout
 from leanrl.sebulba.learner import Learner
 from leanrl.sebulba.mailbox import Mailbox, Stalled, Stopped
 from leanrl.sebulba.params import ParamsSource, version_for
-from leanrl.sebulba.randomness import ACTION_NOISE, PERMUTATIONS, Streams, gumbel_noise
+from leanrl.sebulba.randomness import DRAWS_BITS, INCREMENT, _mix, gumbel_noise, random_bits, shard_generator
 from leanrl.sebulba.report import Report, Times, checksum, ended_episodes, returns_and_lengths
 from leanrl.sebulba.rollout import Header, Rollout
 from leanrl.support.errors import UsageError
@@ -251,32 +251,64 @@ def test_waits_end_with_a_stall_or_a_stop():
 # -------------------------------------------------------------------------------------------------------- RANDOMNESS
 
 
-def test_noise_depends_on_seed_environment_and_iteration_alone():
-    def noise(seed, envs, iteration):
-        out = np.zeros((16, len(envs), 3), np.float32)
-        gumbel_noise(Streams(seed, ACTION_NOISE), envs, iteration, out)
-        return out
+def noise(seed, envs, iteration, num_actions=3, num_steps=16):
+    steps = range(num_steps * iteration, num_steps * (iteration + 1))
+    return gumbel_noise(seed, envs, steps, num_actions, torch.device("cpu")).numpy()
 
+
+def test_noise_depends_on_seed_environment_and_step_alone():
     whole = noise(1, range(8), 4)
     assert np.array_equal(whole[:, 4:], noise(1, range(4, 8), 4))
-    streams = Streams(1, ACTION_NOISE)
-    for env, iteration in ((7, 3), (2, 9), (5, 4)):  # whatever was drawn before
-        out = np.zeros((16, 1, 3), np.float32)
-        gumbel_noise(streams, [env], iteration, out)
-    assert np.array_equal(whole[:, 5:6], out)
-    columns = [whole[:, i] for i in range(8)] + [noise(1, [0], i)[:, 0] for i in (3, 5)] + [noise(2, [0], 4)[:, 0]]
+    assert np.array_equal(whole[8:, 5:6], noise(1, range(5, 6), 9, num_steps=8))
+    columns = [whole[:, i] for i in range(8)] + [noise(1, range(1), i)[:, 0] for i in (3, 5)]
+    columns += [noise(2, range(1), 4)[:, 0]]
     # No two share a number: streams are disjoint over environments, iterations and seeds.
     assert len(np.unique(np.stack(columns))) == len(columns) * 16 * 3
-    assert not np.array_equal(Streams(1, PERMUTATIONS).at(0, 4).random(8), Streams(1, ACTION_NOISE).at(0, 4).random(8))
+
+
+def test_noise_is_the_same_wherever_its_row_is_in_a_batch():
+    whole = noise(1, range(200), 1, num_actions=5)
+    for first in range(0, 199, 7):
+        for last in range(first + 1, 201, 13):
+            assert np.array_equal(whole[:, first:last], noise(1, range(first, last), 1, num_actions=5))
+
+
+def test_random_bits_are_splitmix64s():
+    """Those that follow from the state 1234567, as published with the generator."""
+    states = torch.tensor(1234567) + INCREMENT * torch.arange(1, 4)
+    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423 - 2**64]
+    assert _mix(states).tolist() == expected
+
+
+def test_random_bits_are_independent():
+    """Each of the 64 is 0 or 1 alike, and differs half the time from its neighbour's by environment, step or action."""
+    envs, steps = torch.arange(128).view(-1, 1, 1) << DRAWS_BITS, torch.arange(64).view(-1, 1) * 4
+    grids = [random_bits(seed, envs + steps + torch.arange(4)) for seed in (0, 1)]
+    assert len(grids[0].unique()) == grids[0].numel()
+    neighbours = [
+        (grids[0].narrow(axis, 0, n - 1), grids[0].narrow(axis, 1, n - 1)) for axis, n in enumerate((128, 64, 4))
+    ]
+    for bits in (*grids, *(one ^ other for one, other in (*neighbours, grids))):
+        shares = (bits.flatten().unsqueeze(1) >> torch.arange(64) & 1).double().mean(0)
+        assert (shares - 0.5).abs().max() < 5 * 0.5 / bits.numel() ** 0.5
 
 
 def test_gumbel_noise_samples_the_softmax():
-    out = np.zeros((20_000, 2, 3), np.float32)
-    gumbel_noise(Streams(3, ACTION_NOISE), range(2), 1, out)
+    out = noise(3, range(2), 1, num_steps=20_000)
     logits = np.array([0.0, 1.0, -1.0])
     counts = np.bincount((out + logits).argmax(-1).ravel(), minlength=3) / 40_000
     expected = np.exp(logits) / np.exp(logits).sum()
     assert np.abs(counts - expected).max() < 5 * np.sqrt(0.25 / 40_000)
+    # All of the distribution: probabilities of what is drawn are uniform (Kolmogorov and Smirnov's distance).
+    drawn = np.sort(np.exp(-np.exp(-out.astype(np.float64))).ravel())
+    assert np.abs(drawn - (np.arange(len(drawn)) + 0.5) / len(drawn)).max() < 2 / np.sqrt(len(drawn))
+
+
+def test_permutations_depend_on_seed_shard_and_iteration_alone():
+    drawn = [
+        shard_generator(*words).permutation(100) for words in ((1, 2, 3), (1, 2, 3), (2, 2, 3), (1, 3, 3), (1, 2, 4))
+    ]
+    assert np.array_equal(drawn[0], drawn[1]) and len(np.unique(drawn, axis=0)) == 4
 
 
 def test_pools_of_one_run_are_slices_of_one_big_pool():
