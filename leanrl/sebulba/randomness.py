@@ -23,8 +23,7 @@ def shard_generator(seed: int, shard: int, iteration: int) -> np.random.Generato
 
 def random_bits(seed: int, numbers: torch.Tensor) -> torch.Tensor:
     """64 random bits for each of ``numbers`` (int64): no two of them get the same."""
-    start = _mix(torch.tensor(seed, device=numbers.device))
-    return _mix(start + numbers * INCREMENT)
+    return _mix(_mix(torch.tensor(seed)) + numbers * INCREMENT)
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
