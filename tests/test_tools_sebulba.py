@@ -190,9 +190,9 @@ PARTS = layout_parts.Parts(
 )
 
 
-def predicted(layout, cores=16, machines=1, parts=PARTS, **flags):
+def predicted(layout, cores=16, machines=1, parts=PARTS, network_gbytes=1.0, **flags):
     args = ppo.Args(**{"device": "cpu", "local_num_envs": 48, "num_actor_threads": 1, **flags})
-    return plan_layout.predict(layout, parts, args, cores, machines, link_gbytes=1.0)
+    return plan_layout.predict(layout, parts, args, cores, machines, network_gbytes)
 
 
 def test_a_plan_adds_up():
@@ -206,6 +206,14 @@ def test_a_plan_adds_up():
     assert two.sps == pytest.approx(48 * 128 / 3.44)
     apart = predicted("a0-l1-d1")
     assert apart.seconds["transfer"] == pytest.approx(0.48 + 1.0) and apart.devices == 2
+
+
+def test_a_plan_knows_where_messages_travel():
+    """A group's within its machine; the sums over groups between machines, where that is slower."""
+    here, slow, fast = predicted("a0-l1-d4"), *(predicted("a0-l1-d4", 16, 4, network_gbytes=g) for g in (0.001, 100.0))
+    # Two sums of 1 MB over four learners pass 1.5 times through every link: 0.1 us a byte here, 1 us in between.
+    assert [round(p.seconds["all-reduce"], 3) for p in (here, slow, fast)] == [0.3, 3.0, 0.3]
+    assert slow.seconds["transfer"] == fast.seconds["transfer"] == pytest.approx(here.seconds["transfer"] / 4)
 
 
 def test_a_plan_knows_that_a_learner_alone_takes_more_threads():

@@ -100,7 +100,7 @@ def timed(fn, repeats: int, device: torch.device) -> Cost:
 
 @torch.no_grad()
 def measure(
-    script: str, script_args, device: torch.device, learner_envs: int, repeats: int, link_gbytes: float
+    script: str, script_args, device: torch.device, learner_envs: int, repeats: int, nvlink_gbytes: float
 ) -> Parts:
     """Measures every part, in this process and, for messages and learners side by side, in two others.
 
@@ -109,7 +109,7 @@ def measure(
         learner_envs: fewest environments of a learner in what is to be planned. Updates are measured at them and at
             twice as many: where the minibatches divide a shard, they divide two.
         repeats: measurements of each part, of which the median counts.
-        link_gbytes: 10**9 bytes a second between GPUs, which is not measured.
+        nvlink_gbytes: 10**9 bytes a second between the GPUs of this machine, which is not measured.
     """
     module = importlib.import_module(f"leanrl.{script}")
     # Of a schedule that no speed depends on: one iteration, which no number of environments is too large for.
@@ -139,7 +139,7 @@ def measure(
         cost = timed(lambda update=update: update.run(1), repeats, device)
         updates[threads] = (*updates.get(threads, ()), (size, cost))
     if device.type == "cuda":  # what two processes on a CPU do says nothing about GPUs
-        message = reduction = (20e-6, 1 / (1e9 * link_gbytes))
+        message = reduction = (20e-6, 1 / (1e9 * nvlink_gbytes))
         beside, waiting = updates[num_threads], 0.0
     else:
         num_bytes = rollout_bytes * num_envs, 4 * params
