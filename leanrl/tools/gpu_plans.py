@@ -12,7 +12,7 @@ from leanrl.tools import parts_atari
 from leanrl.tools.parts import in_process
 from leanrl.tools.trials import Contender, Deadline, contenders_of, modes_of
 
-Algorithm = Literal["sac", "td3", "ppo", "ppo_atari", "cleanba_ppo", "cleanba_impala", "dqn"]
+Algorithm = Literal["sac", "td3", "ppo", "ppo_atari", "cleanba_ppo", "cleanba_impala", "dqn", "pqn"]
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,17 @@ PLANS: dict[Algorithm, Plan] = {
         steps=(20_000, 60_000),
         flags=("--learning-starts=1000",),
         part_modes=("dqn_torchcompile:compile+cudagraphs",),
+    ),
+    "pqn": Plan(
+        "pqn",
+        entries_of("pqn_torchcompile"),
+        # As DQN's. Eight updates.
+        (
+            *("--num-steps=64", "--num-minibatches=1", "--checkpoint-every=256", "--total-timesteps=512"),
+            "--exploration-fraction=100",
+        ),
+        steps=(40_960, 122_880),
+        part_modes=("pqn_torchcompile:compile+cudagraphs",),
     ),
 }
 
