@@ -92,6 +92,15 @@ def dqn():
     return [lambda: script.greedy(network, obs), lambda: learn(rows), update]
 
 
+def pqn():
+    script = importlib.import_module("leanrl.pqn_torchcompile")
+    network = script.QNetwork(OBS_DIM, 3).to(META)
+    rollout = script.Rollout.allocate(16, NUM_ENVS, OBS_DIM, META)
+    update = script.make_update(network, Adam(network.parameters(), lr=1e-3, eps=1e-5), rollout, script.Args())
+    obs, inds = torch.zeros(NUM_ENVS, OBS_DIM, device=META), torch.arange(8, device=META)
+    return [lambda: script.greedy(network, obs), lambda: update(inds)]
+
+
 def ppo():
     script = importlib.import_module("leanrl.ppo_continuous_action_torchcompile")
     agent = script.Agent(OBS_DIM, len(LOW)).to(META)
@@ -139,7 +148,7 @@ def cleanba_impala():
 
 
 @pytest.mark.parametrize(
-    "make", [td3, sac, dqn, ppo, ppo_atari, cleanba_ppo, cleanba_impala], ids=lambda make: make.__name__
+    "make", [td3, sac, dqn, pqn, ppo, ppo_atari, cleanba_ppo, cleanba_impala], ids=lambda make: make.__name__
 )
 def test_nothing_leaves_the_device(make, monkeypatch):
     as_on_a_gpu(monkeypatch)
@@ -156,11 +165,12 @@ def test_nothing_leaves_the_device(make, monkeypatch):
 
 
 # Operations of commit 6b6cff2, whose updates were written out over flat vectors: observe, update, update with the actor
-# and act; DQN's are greedy, learn and update; PPO's act and update.
+# and act; DQN's are greedy, learn and update; PPO's act and update. PQN's, greedy and update, are of its first version.
 FORMER_OPERATIONS = {
     td3: [26, 151, 271, 24],
     sac: [26, 176, 644, 39],
     dqn: [9, 128, 104],
+    pqn: [11, 132],
     ppo: [45, 287],
     ppo_atari: [52, 288],
 }

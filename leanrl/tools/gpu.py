@@ -49,7 +49,7 @@ from leanrl.tools.trials import (
     run_trial,
 )
 
-Name = Literal["sac", "td3", "ppo", "ppo_atari", "cleanba_ppo", "cleanba_impala", "dqn"]
+Name = Literal["sac", "td3", "ppo", "ppo_atari", "cleanba_ppo", "cleanba_impala", "dqn", "pqn"]
 
 # What the checks may take of --seconds.
 CHECK_SHARE = 0.4
@@ -70,7 +70,7 @@ UPSTREAM = "leanrl:"
 
 @dataclass
 class Args:
-    algorithms: tuple[Name, ...] = ("sac", "td3", "ppo", "ppo_atari", "cleanba_ppo", "cleanba_impala", "dqn")
+    algorithms: tuple[Name, ...] = ("sac", "td3", "ppo", "ppo_atari", "cleanba_ppo", "cleanba_impala", "dqn", "pqn")
     """what is checked and measured"""
     seconds: float = 500.0
     """time limit of the call"""
@@ -153,6 +153,16 @@ ALGORITHMS: dict[Name, Algorithm] = {
     # way to them.
     "dqn": off_policy(
         "dqn", "--total-timesteps=2000", "--exploration-fraction=100", flags=("--total-timesteps=60000",)
+    ),
+    # As DQN's. Eight updates.
+    "pqn": Algorithm(
+        "pqn",
+        ("pqn_torchcompile",),
+        (
+            *("--num-steps=64", "--num-minibatches=1", "--exploration-fraction=100"),
+            *("--checkpoint-every=256", "--total-timesteps=512"),
+        ),
+        flags=("--total-timesteps=122880",),
     ),
 }
 
