@@ -375,7 +375,7 @@ class OneOfMany:
 
     def __init__(self, monkeypatch) -> None:
         self.groups, self.received = [], 0
-        monkeypatch.setattr(collectives, "_rendezvous", lambda *args: None)
+        monkeypatch.setattr(collectives, "_rendezvous", lambda *args: collectives.dist.HashStore())
         for name in ("init_process_group", "new_group", "all_gather", "gather_object"):
             monkeypatch.setattr(collectives.dist, name, getattr(self, name))
 

@@ -448,6 +448,7 @@ ATARI = ["--num-envs=2", "--num-steps=128", "--update-epochs=1"]
         # 2 updates after every 5 steps of 4 environments.
         ("sb3:DQN", [*LATE, "--num-envs=4", "--total-timesteps=2110"], 110, [2100], 2000),
         ("sb3:PPO-Atari", [*ATARI, "--total-timesteps=768"], 12, [512, 768], 256),
+        ("rl_games:PPO", [*TINY, "--total-timesteps=600"], 16, [256, 384, 512], 128),
     ],
 )
 def test_run_of_a_peer(tmp_path, name, flags, updates, points, clock_start):
@@ -462,7 +463,7 @@ def test_run_of_a_peer(tmp_path, name, flags, updates, points, clock_start):
     assert [point["global_step"] for point in trial.metrics] == points
     # Of Atari whole games, of 120 steps at least.
     assert 2 <= trial.summary["episodes"] <= 8 if "Atari" in name else trial.summary["episodes"] > 5
-    assert trial.summary["script"] == name[:3] and trial.summary["warmup_seconds"] > 0
+    assert trial.summary["script"] == name.partition(":")[0] and trial.summary["warmup_seconds"] > 0
     assert trial.args["args"]["num_threads"] == threads and trial.args["torch_threads"] == (
         threads or trial.args["torch_threads"]
     )

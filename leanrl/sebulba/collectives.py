@@ -8,8 +8,8 @@ import datetime
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import reduce
 
 import torch
@@ -24,6 +24,10 @@ from leanrl.support.run import synchronize
 
 # Names the run to all its processes, and to those of no other; torchrun sets it, too.
 RUN = "TORCHELASTIC_RUN_ID"
+# How far a process has come with a rollout.
+PHASES = ("playing rollout", "sending rollout", "update", "report of update", "parameters of update")
+# A supervisor waits so long for what they have noted.
+STORE_SECONDS = 5
 # Characters of a backend's error: the part that was waited for must fit on the line, too.
 LONGEST_ERROR = 600
 
@@ -67,14 +71,14 @@ class Collectives:
         self._sends_params = min(p.rank for p in members if p.learner is not None)
         self._receive_params = [p.rank for p in members if p.learner is None]
         self._alone = len(layout.parts) == 1
-        self._learners = None
+        self._learners = self._store = None
         if self._alone:
             return
-        store = _rendezvous(part.rank, len(layout.parts), args.start_timeout)
+        self._store = _rendezvous(part.rank, len(layout.parts), args.start_timeout)
         with waiting_for(f"another process, which did not set its connections up {self._in_time}"):
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
-                store=store,
+                store=self._store,
                 rank=part.rank,
                 world_size=len(layout.parts),
                 timeout=datetime.timedelta(seconds=args.start_timeout),
@@ -92,6 +96,12 @@ class Collectives:
     def close(self) -> None:
         if not self._alone:
             dist.destroy_process_group()
+
+    def begin(self, phase: str, number: int) -> None:
+        """Notes, for ``last_of_all``, that this process has come to one of PHASES of rollout ``number``."""
+        with suppress(RuntimeError):  # where the store is gone, what comes next says so
+            if self._store is not None:
+                self._store.set(f"phase {self._part.rank}", f"{number} {PHASES.index(phase)}")
 
     def barrier(self) -> None:
         """Ends the start: waits until every process has come here and this one's device has done all it was given."""
@@ -208,11 +218,39 @@ def _rendezvous(rank: int, world_size: int, seconds: float) -> dist.Store:
         theirs = store.get("leanrl run").decode()
     if theirs != ours:
         raise UsageError(f"{taken}: {theirs}, while this process is of {ours}; set one for each")
-    # torchrun's agent may keep its store over a restart, and with it the addresses of the processes before.
-    store = dist.PrefixStore(f"{ours}, attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store = _own_part(store, os.environ)
     if store.add(f"rank {rank}", 1) > 1:
         raise UsageError(f"{taken} that calls itself {ours}, too, and has a rank {rank}; set one for each")
     return store
+
+
+def _own_part(store: dist.Store, environ: Mapping[str, str]) -> dist.Store:
+    """What belongs to this start of the run that ``environ`` tells of."""
+    # torchrun's agent may keep its store over a restart, and with it the addresses of the processes before.
+    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"{environ.get(RUN, '')}, attempt {attempt}", store)
+
+
+def last_of_all(layout: Layout, environ: Mapping[str, str]) -> str:
+    """Names the processes that have come least far; "" where none is behind, or nobody knows.
+
+    Args:
+        environ: of a process of the run.
+    """
+    came = {}
+    with suppress(RuntimeError):  # the store is gone with the process that held it
+        limit = datetime.timedelta(seconds=STORE_SECONDS)
+        store = dist.TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False, timeout=limit)
+        notes = _own_part(store, environ)
+        for part in layout.parts:
+            if notes.check([key := f"phase {part.rank}"]):
+                came[part.name] = [*map(int, notes.get(key).split())]
+    least = min(came.values(), default=None)
+    names = [name for name, progress in came.items() if progress == least]
+    if len(names) == len(came):
+        return ""
+    more = [f"{len(names) - 3} more"] if len(names) > 3 else []
+    return f"{' and '.join(names[:3] + more)} had only come to {PHASES[least[1]]} {least[0]}"
 
 
 def sum_in_order(vectors: Iterable[torch.Tensor]) -> torch.Tensor:

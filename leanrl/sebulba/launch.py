@@ -5,6 +5,7 @@ import re
 import socket
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from leanrl.sebulba.algorithm import Algorithm
 from leanrl.sebulba.args import SebulbaArgs, validate_start
-from leanrl.sebulba.collectives import RUN
+from leanrl.sebulba.collectives import RUN, last_of_all
 from leanrl.sebulba.environments import make_pool
 from leanrl.sebulba.layout import Layout
 from leanrl.sebulba.mailbox import Stopped
@@ -74,8 +75,11 @@ def start(args: SebulbaArgs, script_file: str, algorithm: Algorithm) -> None:
     first_rank = 0 if slurm is None else slurm.number * group_size
     tasks_here = 1 if slurm is None else slurm.tasks_here
     # As torchrun does: those of all groups on this machine.
-    environ = {"WORLD_SIZE": str(len(layout.parts)), "LOCAL_WORLD_SIZE": str(tasks_here * group_size)}
-    store = None
+    environ = {
+        **os.environ,
+        "WORLD_SIZE": str(len(layout.parts)),
+        "LOCAL_WORLD_SIZE": str(tasks_here * group_size),
+    }
     if slurm is not None:
         environ |= {"MASTER_ADDR": slurm.host, "MASTER_PORT": str(slurm.port)}
         environ[RUN] = f"{slurm.step}, run {args.run_name or 'without a name'}"
@@ -87,12 +91,11 @@ def start(args: SebulbaArgs, script_file: str, algorithm: Algorithm) -> None:
         Child(
             part.name,
             [sys.executable, str(Path(script_file).resolve()), *sys.argv[1:]],
-            {**os.environ, **environ, "RANK": str(part.rank), "LOCAL_RANK": str(part.rank - first_rank)},
+            {**environ, "RANK": str(part.rank), "LOCAL_RANK": str(part.rank - first_rank)},
         )
         for part in layout.parts[first_rank : first_rank + group_size]
     ]
-    code = Supervisor(children, args.start_timeout, args.timeout).run()
-    del store
+    code = Supervisor(children, args.start_timeout, args.timeout, partial(last_of_all, layout, environ)).run()
     if code:
         raise SystemExit(code)
 

@@ -71,10 +71,12 @@ class Learner:
         pieces = self.pipeline.exchange(number, stop=False)  # what it was asked is in its sign
         filled = time.time()
         all_reduce = self.collectives.all_reduce_seconds
+        self.collectives.begin("update", number)
         losses = self.update.run(number)
         synchronize_stream(self.optimizer.params.device)
         updated = time.time()
         times = Times(started, filled, updated, self.collectives.all_reduce_seconds - all_reduce)
+        self.collectives.begin("report of update", number)
         check = number % self.args.checksum_frequency == 0 or number == last
         asked_to_stop = stop_requested() or any(header.stop for _, header in pieces)
         sign = (asked_to_stop, checksum(self.optimizer.params) if check else 0)
@@ -87,6 +89,7 @@ class Learner:
         reports = self.collectives.gather_reports(report)
         stop = any(stops)
         is_last = number == last or stop
+        self.collectives.begin("parameters of update", number)
         self.collectives.send_params(self.optimizer.params, is_last)
         if self.source is not None:
             self.source.publish(number, self.optimizer.params)

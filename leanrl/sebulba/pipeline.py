@@ -52,7 +52,10 @@ class Pipeline:
             Stalled: one did not play in time.
             PeerLost: a process that a piece comes from, or goes to, is gone or does not answer in time.
         """
+        if self.threads:
+            self.collectives.begin("playing rollout", number)
         played = [thread.take(self.part.name) for thread in self.threads]
+        self.collectives.begin("sending rollout", number)
         here = [
             (piece, rollout)
             for thread, rollouts in zip(self.threads, played, strict=True)

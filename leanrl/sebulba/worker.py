@@ -127,6 +127,7 @@ class Worker:
                 for number in numbers:
                     # Rollouts out, parameters in.
                     pipeline.exchange(number, stop.requested)
+                    collectives.begin("parameters of update", number)
                     if collectives.receive_params(optimizer.params):
                         break
                     source.publish(number, optimizer.params)

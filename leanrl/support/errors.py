@@ -24,9 +24,9 @@ def bad(name: str, value, remedy: str) -> UsageError:
     return UsageError(f"{flag(name)} {typed(value)}: {remedy}")
 
 
-def pip_command(group: str) -> str:
+def pip_command(group: str, *flags: str) -> str:
     """The command that installs a group of ``requirements/`` for this Python: ``mujoco``, ``envpool``, ``hub`` ..."""
-    return f"{sys.executable} -m pip install -r requirements/requirements-{group}.txt"
+    return " ".join([sys.executable, "-m pip install", *flags, f"-r requirements/requirements-{group}.txt"])
 
 
 def require_at_least(args, minimum: float, *names: str) -> None:

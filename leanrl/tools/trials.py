@@ -26,9 +26,9 @@ import tyro
 from leanrl.sebulba.args import SebulbaArgs, validate_start
 from leanrl.support.devices import resolve_device
 from leanrl.support.envs import near_names
-from leanrl.support.errors import UsageError, bad, pip_command
+from leanrl.support.errors import UsageError, bad
 from leanrl.support.tracking import read_metrics
-from leanrl.tools.peers import PEERS, plan
+from leanrl.tools.peers import PEERS, install, plan
 
 SCRIPTS = Path(__file__).parents[1]
 REPOSITORY = SCRIPTS.parent
@@ -256,7 +256,7 @@ def require_peer(who: str, name: str) -> None:
     if who not in PEERS:
         raise bad(name, who, f"no such peer{near_names(who, PEERS)}; there are {', '.join(PEERS)}")
     if importlib.util.find_spec(PEERS[who].module) is None:
-        raise bad(name, who, f"{PEERS[who].module} is not installed; {pip_command('peers')}")
+        raise bad(name, who, f"{PEERS[who].module} is not installed; {install(PEERS[who])}")
 
 
 def check_script_args(script_args: Sequence[str], reserved: Sequence[str] = ()) -> None:
