@@ -17,10 +17,10 @@ that the peers could not take in the same sense are refused:
   gradient clip each, and initialises only the policy's last layer orthogonally. Both anneal the learning rate from the
   second iteration's on, down to 0 for the last.
 - PPO of rl_games takes the flags of our fast variant and steps the same environments, on EnvPool too; the step that
-  only resets counts as one of play to it. It compiles its model, as it does by default. It normalises returns where
-  ours does rewards, and advantages over the whole rollout; its minibatches are the same in every epoch, not drawn.
-  Actions are clipped to [-1, 1] and scaled to their bounds. Where time runs out it adds the discounted value of the
-  state that the last step began in. Layers begin as PyTorch's do.
+  only resets counts as one of play to it, and of the next episode's length. It compiles its model, as it does by
+  default. It normalises returns where ours does rewards, and advantages over the whole rollout; its minibatches are
+  the same in every epoch, not drawn. Actions are clipped to [-1, 1] and scaled to their bounds. Where time runs out it
+  adds the discounted value of the state that the last step began in. Layers begin as PyTorch's do.
 - PPO on Atari: SB3 only, on our environments over EnvPool; the step that only resets counts as one of play to it.
 - SAC, TD3 and DQN: their replays keep observations in the environment's type, float64 for MuJoCo, ours in float32. A
   round is a whole number of steps and of updates, so that 4 environments with updates_per_step 0.1 have 2 updates
@@ -40,6 +40,7 @@ that the peers could not take in the same sense are refused:
 """
 
 import importlib
+import importlib.resources
 import os
 import sys
 from collections.abc import Callable
@@ -97,51 +98,38 @@ def ppo(args, module: str, envs) -> Any:
 
 
 def rl_games_ppo(args, module: str, envs) -> Any:
-    """rl_games' Runner of its PPO, with our hyperparameters and network."""
-    runner = importlib.import_module(f"{module}.torch_runner").Runner()
-    runner.device = resolve_device(args)
-    policy = {"mu_init": {"name": "default"}, "sigma_init": {"name": "const_initializer", "val": 0}}
-    policy |= {"mu_activation": "None", "sigma_activation": "None", "fixed_sigma": True}
+    """rl_games' Runner of its PPO: its configuration of HalfCheetah, with our hyperparameters and network."""
+    import yaml
+
+    configuration = importlib.resources.files(module) / "configs" / "mujoco" / "halfcheetah_envpool.yaml"
+    params = yaml.safe_load(configuration.read_text())["params"]
     mlp = {"units": [64, 64], "activation": "tanh", "initializer": {"name": "default"}}
-    config = {
-        "name": "PPO",
-        "env_name": args.env_id,
+    params |= {"seed": args.seed, "torch_threads": args.num_threads or "auto"}
+    params["network"] |= {"separate": True, "mlp": mlp}
+    params["config"] |= {
         "vec_env": envs,
         "env_info": envs.get_env_info(),
-        "device": str(runner.device),
-        "device_name": str(runner.device),
+        "device": str(resolve_device(args)),
+        "learning_rate": args.learning_rate,
+        "lr_schedule": "linear" if args.anneal_lr else None,
         "num_actors": args.num_envs,
         "horizon_length": args.num_steps,
         "minibatch_size": args.num_envs * args.num_steps // args.num_minibatches,
         "mini_epochs": args.update_epochs,
-        "learning_rate": args.learning_rate,
-        "lr_schedule": "linear" if args.anneal_lr else None,
         "gamma": args.gamma,
         "tau": args.gae_lambda,
         "e_clip": args.clip_coef,
+        "use_smooth_clamp": False,
         "clip_value": args.clip_vloss,
         "normalize_advantage": args.norm_adv,
         "entropy_coef": args.ent_coef,
         "critic_coef": args.vf_coef,
-        "truncate_grads": True,
         "grad_norm": args.max_grad_norm,
-        "bounds_loss_coef": 0.0,
-        "normalize_input": True,
-        "normalize_value": True,
-        "value_bootstrap": True,
-        "reward_shaper": {"scale_value": 1},
         "print_stats": False,
     }
-    runner.load_config(
-        {
-            "seed": args.seed,
-            "torch_threads": args.num_threads or "auto",
-            "algo": {"name": "a2c_continuous"},
-            "model": {"name": "continuous_a2c_logstd"},
-            "network": {"name": "actor_critic", "separate": True, "space": {"continuous": policy}, "mlp": mlp},
-            "config": config,
-        }
-    )
+    runner = importlib.import_module(f"{module}.torch_runner").Runner()
+    runner.load_config(params)
+    runner.device = torch.device(params["config"]["device"])
     return runner
 
 
@@ -280,36 +268,25 @@ def rl_games_envs(args) -> Any:
     """Our environments as rl_games' vectorised ones; their own autoreset, so a step that only resets counts as play."""
     from rl_games.common.ivecenv import IVecEnv
 
-    class Envs(IVecEnv):
-        """Also returns and lengths of the episodes that have ended, in ``ended``."""
-
-        def __init__(self, envs) -> None:
-            self.envs = envs
-            self.episodes = EpisodeStatistics(envs.num_envs)
-            self.ended = [], []
-
-        def get_env_info(self) -> dict:
-            spaces = self.envs.single_observation_space, self.envs.single_action_space
-            return dict(zip(("observation_space", "action_space"), spaces, strict=True))
-
-        def reset(self) -> np.ndarray:
-            self.resets = np.zeros(self.envs.num_envs, bool)
-            return self.envs.reset()[0]
-
-        def step(self, actions: np.ndarray):
-            obs, rewards, terminations, truncations, _ = self.envs.step(actions)
-            dones = terminations | truncations
-            for values, all_ended in zip(self.episodes.add_step(rewards, dones, self.resets), self.ended, strict=True):
-                all_ended.extend(values)
-            self.resets = dones
-            return obs, rewards, dones, {"time_outs": truncations}
-
-        def close(self) -> None:
-            self.envs.close()
-
     envs = make_envs(args.env_id, args.num_envs, args.seed, args.env_backend)
     require_continuous_actions(envs, args.env_id)
-    return Envs(envs)
+
+    class Envs(IVecEnv):
+        """What rl_games asks of environments."""
+
+        close = envs.close
+
+        def get_env_info(self) -> dict:
+            return {"observation_space": envs.single_observation_space, "action_space": envs.single_action_space}
+
+        def reset(self) -> np.ndarray:
+            return envs.reset()[0]
+
+        def step(self, actions: np.ndarray):
+            obs, rewards, terminations, truncations, _ = envs.step(actions)
+            return obs, rewards, terminations | truncations, {"time_outs": truncations}
+
+    return Envs()
 
 
 def atari_envs(args) -> Any:
@@ -423,15 +400,17 @@ def learn_rl_games(runner, run: Run, timing: Timing) -> None:
         def after_init(self, algo) -> None:
             self.algo = algo
 
+        def process_infos(self, infos: dict, done_indices: torch.Tensor) -> None:
+            # Before it forgets the episodes that have ended.
+            if len(done_indices):
+                counts = self.algo.current_rewards, self.algo.current_lengths
+                run.record_episodes(*(count[done_indices].flatten().tolist() for count in counts))
+
         def after_print_stats(self, frame: int, epoch_num: int, total_time: float) -> None:
             # At the end of an iteration, its updates included.
             is_stopped = run.stop_requested
             run.global_step = epoch_num * timing.round_steps
             run.optimizer_steps = epoch_num * timing.update_steps * config["mini_epochs"]
-            ended = config["vec_env"].ended
-            run.record_episodes(*ended)
-            for values in ended:
-                values.clear()
             if run.global_step > timing.warmup_steps or is_stopped:
                 run.log({})
             else:
