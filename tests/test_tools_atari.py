@@ -1,14 +1,13 @@
-"""What the tools do for Atari: where a step's time goes, and what the ablation compares."""
+"""Where the time of a step of Atari goes."""
 
 import json
 
 import pytest
-import torch
 from scripts import run_tool_in_process
 
 import leanrl.ppo_atari_envpool as reference
 import leanrl.ppo_atari_envpool_torchcompile as fast
-from leanrl.tools import ablate_ppo_atari, ablation, parts_atari
+from leanrl.tools import parts_atari
 
 
 def test_parts_of_a_real_run(tmp_path, monkeypatch, capsys):
@@ -60,13 +59,3 @@ def test_bad_input_is_one_line(flags, reason, tmp_path, monkeypatch, capsys):
     errors = capsys.readouterr().err
     assert reason in errors and len(errors.splitlines()) == 1
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("channels_last", [True, False])
-def test_variants_that_are_compared_compute_the_same(channels_last):
-    num_threads = torch.get_num_threads()
-    try:
-        sides = ablate_ppo_atari.reference_updating(channels_last), ablate_ppo_atari.updating(ablation.eager)
-        assert ablate_ppo_atari.same("eager", *sides).difference < ablate_ppo_atari.TOLERANCE
-    finally:
-        torch.set_num_threads(num_threads)
