@@ -196,7 +196,7 @@ def decaying(flush: bool = True) -> Side:
         layer.bias.detach()[..., :26] = -1e3
     optimizers = side.parts.actor_optimizer, side.parts.q_optimizer
     torch.set_flush_denormal(False)
-    torch._foreach_add_([x for adam in optimizers for x in (*adam.exp_avgs, *adam.exp_avg_sqs)], 1e-40)
+    torch._foreach_add_([x for adam in optimizers for x in (adam.exp_avg, adam.exp_avg_sq)], 1e-40)
     torch.set_flush_denormal(True)
     side.calls = [partial(torch.set_flush_denormal, flush), *side.calls, partial(torch.set_flush_denormal, True)]
     return side
