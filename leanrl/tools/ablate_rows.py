@@ -191,12 +191,11 @@ def decaying(flush: bool = True) -> Side:
     On one thread, since each has a setting of its own, taken over from the one that started it.
     """
     side = updates(sac, exactly, num_threads=1)
-    actor, critics = side.parts.actor, side.parts.critics
-    for layer in (actor.fc1, actor.fc2, critics.fc1, critics.fc2):
-        layer.bias.detach()[..., :26] = -1e3
-    optimizers = side.parts.actor_optimizer, side.parts.q_optimizer
     torch.set_flush_denormal(False)
-    torch._foreach_add_([x for adam in optimizers for x in (adam.exp_avg, adam.exp_avg_sq)], 1e-40)
+    for network, adam in ((side.parts.actor, side.parts.actor_optimizer), (side.parts.critics, side.parts.q_optimizer)):
+        for layer in (network.fc1, network.fc2):
+            layer.bias.detach()[..., :26] = -1e3
+        torch._foreach_add_([adam.exp_avg, adam.exp_avg_sq], 1e-40)
     torch.set_flush_denormal(True)
     side.calls = [partial(torch.set_flush_denormal, flush), *side.calls, partial(torch.set_flush_denormal, True)]
     return side
