@@ -11,7 +11,7 @@ usage() {
                             PPO, SAC, TD3, DQN or PPO-Atari, by default each in turn; FLAGS are those of compare
 ./run.sh SCRIPT [FLAGS]     a training script, e.g. ./run.sh ppo_continuous_action_torchcompile --compile
 ./run.sh gpu [FLAGS]        on a GPU: checks, then the speed of every script in every mode, in 10 minutes
-./run.sh TOOL [FLAGS]       compare, evaluate, plot, ablate, parts, parts_atari, reproduce, benchmark or plan_layout
+./run.sh TOOL [FLAGS]       compare, evaluate, plot, ablate, profile, reproduce, benchmark or plan_layout
 ./run.sh SCRIPT --help      what a script or tool takes
 
 Environment variables:
@@ -132,7 +132,7 @@ bench)
     install "" mujoco
     case $name in
     plot) install dev ;;
-    ablate | parts_atari | reproduce | benchmark | plan_layout | gpu) install envpool ;;
+    ablate | reproduce | benchmark | plan_layout | gpu) install envpool ;;
     *) case "$*" in *envpool* | *[aA]tari* | *cleanba*) install envpool ;; esac ;;
     esac
     case " $*" in *" sb3:"* | *" sbx:"*) install peers ;; esac

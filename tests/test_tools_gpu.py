@@ -17,7 +17,7 @@ import torch.distributed as dist
 from scripts import ONE_GRAPH_SCRIPTS, cells, run, run_tool_in_process, tiny
 
 from leanrl.support.tracking import read_metrics
-from leanrl.tools import common, gpu, gpu_checks, gpu_equality, gpu_learn, gpu_plans, parts, parts_atari, trials
+from leanrl.tools import common, gpu, gpu_checks, gpu_equality, gpu_learn, gpu_plans, profile, trials
 from leanrl.tools.gpu import Results, measure
 from leanrl.tools.gpu_equality import against_eager, check
 from leanrl.tools.gpu_learn import Enough, Task
@@ -111,7 +111,7 @@ def results(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu, "run_trial", run_trial)
         patch.setattr(gpu_plans, "in_process", lambda fn, *args, deadline: fn(*args))
-        patch.setattr(parts_atari, "ALONE_SECONDS", 0.1)
+        patch.setattr(profile, "ALONE_SECONDS", 0.1)
         measure([MEASURED], 1, CPU, folder / "runs", Deadline.within(120), results)
     return results, folder
 
@@ -222,7 +222,7 @@ def sleeps() -> dict:
 def test_parts_that_take_too_long_are_ended():
     start = time.monotonic()
     with pytest.raises(SystemExit, match="the time was up"):
-        parts.in_process(sleeps, deadline=Deadline.within(0.5))
+        profile.in_process(sleeps, deadline=Deadline.within(0.5))
     assert time.monotonic() - start < 30
     assert not multiprocessing.active_children()
 
@@ -242,11 +242,11 @@ def test_speeds_are_written_after_every_run(results):
     assert alone["num_envs"] == 2 and alone["sps"] == results.envpool_sps(MEASURED) > 0
     assert f"of {alone['sps']:,.0f} steps/s" in rest
     results.load = [[(0.2, 50.0, 1e3), (0.4, 60.0, 1e3)]] * 2
-    results.parts = [{"who": FAST, "profiled_step_us": 100.0, "parts_us": dict.fromkeys(gpu.parts.KINDS, 9.0)}]
-    results.parts[0]["parts_us"] |= {gpu.parts.OTHER_KERNELS: 5.0, gpu.parts.REST: 50.0}
+    results.parts = [{"who": FAST, "profiled_step_us": 100.0, "parts_us": dict.fromkeys(profile.KINDS, 9.0)}]
+    results.parts[0]["parts_us"] |= {profile.OTHER_KERNELS: 5.0, profile.REST: 50.0}
     results.draw()
     assert all((folder / f"{name}.png").stat().st_size > 10_000 for name in ("gpu", "load", "parts"))
-    assert gpu.parts.OTHER_KERNELS in results.text() and "checks: " in results.text()
+    assert profile.OTHER_KERNELS in results.text() and "checks: " in results.text()
 
 
 def test_training_that_differs_fails(tmp_path):
@@ -318,13 +318,13 @@ def some_gpu(monkeypatch) -> list:
         summary = {"sps": 500.0, "interrupted": False} | dict.fromkeys(KEYS)
         return Trial(contender.label, seed, [], "", 0, summary=summary)
 
-    def parts_of(entry, *_):
+    def parts_of(entry, **_):
         ran.append(entry)
         script, _, mode = entry.partition(":")
         entry = " ".join([script, *(f"--{lever}" for lever in mode.split("+"))])
         row = {"who": entry, "num_envs": 8, "envpool_sps": 1000.0, "sps": 500.0, "profiled_step_us": 2000.0}
-        kinds = (*gpu.parts.KINDS, gpu.parts.REST, *parts_atari.PARTS, parts_atari.REST)
-        return row | {"parts_us": dict.fromkeys(kinds, 9.0), "floors_us": dict.fromkeys(parts_atari.PARTS, 5.0)}
+        kinds = (*profile.KINDS, profile.REST, *profile.TIMED, profile.TIMED_REST)
+        return row | {"parts_us": dict.fromkeys(kinds, 9.0), "floors_us": dict.fromkeys(profile.TIMED, 5.0)}
 
     def check(plans, device, runs_dir, deadline, known, report):
         for name in {"a check"} - known:
@@ -335,8 +335,7 @@ def some_gpu(monkeypatch) -> list:
     monkeypatch.setattr(gpu, "check", check)
     monkeypatch.setattr(gpu, "run_trial", run_trial)
     monkeypatch.setattr(Pool, "measure", lambda pool, _: (ran.append(pool), {**asdict(pool), "sps": 1000.0})[1])
-    monkeypatch.setattr(gpu.parts, "take_apart", parts_of)
-    monkeypatch.setattr(parts_atari, "measure", parts_of)
+    monkeypatch.setattr(profile, "measure", parts_of)
     return ran
 
 

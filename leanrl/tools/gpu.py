@@ -26,7 +26,7 @@ import torch
 
 from leanrl.support.errors import UsageError, require_at_least
 from leanrl.support.run import write_json_atomically
-from leanrl.tools import compare, parts, parts_atari
+from leanrl.tools import compare, profile
 from leanrl.tools.common import (
     COLORS,
     benchmark_record,
@@ -54,7 +54,7 @@ from leanrl.tools.trials import (
 
 # The share of --seconds that the checks may take; what is kept for the parts at the end, and what one of them may take.
 CHECK_SHARE, PARTS_SECONDS, PART_SECONDS = 0.4, 110.0, 35.0
-PART_STEPS, PART_ITERATIONS = 500, 10
+PART_STEPS, ATARI_PART_STEPS = 500, 10_240
 LOAD_SECONDS = 0.2
 
 
@@ -220,10 +220,10 @@ def take_apart(plans: Sequence[Plan], deadline: Deadline, results: "Results") ->
             if plan.pool is not None:
                 pool = plan.pool
                 alone = results.envpool_sps(plan) or pool.measure(deadline)["sps"]
-                row = parts_atari.measure(entry, pool.env_id, pool.num_envs, PART_ITERATIONS, (), alone, deadline)
+                row = profile.measure(entry, steps=ATARI_PART_STEPS, envpool_sps=alone, deadline=deadline)
                 results.parts_atari.append(row)
             else:
-                row = parts.take_apart(entry, parts.Args(steps=PART_STEPS), deadline)
+                row = profile.measure(entry, steps=PART_STEPS, only_parts=True, deadline=deadline)
                 results.parts.append(row | results.step_of(row["who"]))
         except SystemExit as end:
             print(f"parts of {entry}: failed ({end.code})", file=sys.stderr, flush=True)
@@ -357,9 +357,9 @@ class Results:
             if rows and (alone := self.envpool_sps(plan)):
                 pieces.append(beside_envpool(plan, rows, alone))
         if self.parts:
-            pieces.append(parts.render_table(self.parts))
+            pieces.append(profile.render({"rows": self.parts}))
         if self.parts_atari:
-            pieces.append(parts_atari.render_table(self.parts_atari))
+            pieces.append(profile.render({"rows": self.parts_atari}))
         summary = f"checks: {len(self.checks) - len(failed)} of {len(self.checks)} passed"
         if missing:
             summary += f", {len(missing)} not run yet"
@@ -377,9 +377,9 @@ class Results:
         if any(self.load):
             draw_load(self.trials, self.load).savefig(self._out / "load.png")
         if self.parts:
-            parts.draw(self.parts).savefig(self._out / "parts.png")
+            profile.draw({"rows": self.parts}).savefig(self._out / "parts.png")
         if self.parts_atari:
-            parts_atari.draw(self.parts_atari).savefig(self._out / "parts_atari.png")
+            profile.draw({"rows": self.parts_atari}).savefig(self._out / "parts_atari.png")
 
 
 def beside_envpool(plan: Plan, rows: Sequence[dict], alone: float) -> str:

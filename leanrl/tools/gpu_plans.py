@@ -8,8 +8,7 @@ import torch
 
 from leanrl.sebulba.args import SebulbaArgs
 from leanrl.support.devices import available_cores
-from leanrl.tools import parts_atari
-from leanrl.tools.parts import in_process
+from leanrl.tools.profile import envpool_alone, in_process
 from leanrl.tools.trials import Contender, Deadline, contenders_of, modes_of
 
 Algorithm = Literal["sac", "td3", "ppo", "ppo_atari", "cleanba_ppo", "cleanba_impala", "dqn"]
@@ -27,7 +26,7 @@ class Pool:
     def measure(self, deadline: Deadline | None = None) -> dict:
         """Steps per second with random actions, on all cores."""
         options = (self.env_id, self.num_envs, self.protocol, min(self.num_envs, available_cores()))
-        return {**asdict(self), **in_process(parts_atari.envpool_alone, *options, deadline=deadline)}
+        return {**asdict(self), **in_process(envpool_alone, *options, deadline=deadline)}
 
 
 @dataclass(frozen=True)
