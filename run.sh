@@ -10,8 +10,10 @@ usage() {
 ./run.sh bench [LINE] [FLAGS]   README's table, ours against Stable-Baselines3 and SBX (installs them first); LINE is
                             PPO, SAC, TD3, DQN or PPO-Atari, by default each in turn; FLAGS are those of compare
 ./run.sh SCRIPT [FLAGS]     a training script, e.g. ./run.sh ppo_continuous_action_torchcompile --compile
-./run.sh gpu [FLAGS]        on a GPU: checks, then the speed of every script in every mode, in 10 minutes
-./run.sh TOOL [FLAGS]       compare, evaluate, plot, ablate, profile, reproduce, benchmark or plan_layout
+./run.sh gpu [FLAGS]        on a GPU: checks, then the speed of every script in every mode, 500 s a call
+./run.sh launch [FLAGS]     a script on several environments with several seeds, here or on SLURM
+./run.sh report [--check]   the documents' tables, written from the committed results
+./run.sh TOOL [FLAGS]       compare, evaluate, plot, ablate, profile, reproduce or plan_layout
 ./run.sh SCRIPT --help      what a script or tool takes
 
 Environment variables:
@@ -50,7 +52,9 @@ pip_install() {
     die "pip could not install $*; a second ./run.sh goes on from here"
 }
 
-# install GROUP...: requirements/requirements[-GROUP].txt, once for each version of the files.
+# install GROUP...: requirements/requirements[-GROUP].txt, once for each version of the files. Every script and tool gets
+# the environments, MuJoCo and EnvPool; what only a flag needs (the Hub, the peers) is named with its command where it is
+# missing.
 install() {
   local group file stamp want
   make_venv
@@ -102,7 +106,7 @@ command=${1:-}
 [ $# -eq 0 ] || shift
 case $command in
 "")
-  install "" mujoco
+  install "" mujoco envpool
   exec .venv/bin/python -m leanrl.tools.compare
   ;;
 -h | --help | help)
@@ -123,19 +127,12 @@ bench)
 *)
   name=$(basename "$command" .py)
   if [ -f "leanrl/$name.py" ] && [ "$name" != __init__ ]; then
-    install "" mujoco
-    # EnvPool where a script, a flag or a run is named that is about it.
-    case " $name $* " in *envpool* | *atari* | *cleanba*) install envpool ;; esac
-    case " $* " in *" --upload-model "*) install hub ;; esac
+    install "" mujoco envpool
     exec .venv/bin/python "leanrl/$name.py" "$@"
   elif grep -qsF 'run_tool(main, Args)' "leanrl/tools/$name.py"; then
-    install "" mujoco
-    case $name in
-    plot) install dev ;;
-    ablate | reproduce | benchmark | plan_layout | gpu) install envpool ;;
-    *) case "$*" in *envpool* | *[aA]tari* | *cleanba*) install envpool ;; esac ;;
-    esac
-    case " $*" in *" sb3:"* | *" sbx:"*) install peers ;; esac
+    # A tool that needs more says so in a line of its own.
+    # shellcheck disable=SC2046
+    install "" mujoco envpool $(sed -n 's/^# requires: //p' "leanrl/tools/$name.py")
     exec .venv/bin/python -m "leanrl.tools.$name" "$@"
   fi
   sibling=${name%_onegraph}_torchcompile

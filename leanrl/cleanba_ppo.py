@@ -29,7 +29,7 @@ from leanrl.sebulba.args import SebulbaArgs
 from leanrl.sebulba.collectives import sum_in_order
 from leanrl.sebulba.launch import start
 from leanrl.sebulba.layout import Layout
-from leanrl.sebulba.randomness import PERMUTATIONS, Streams
+from leanrl.sebulba.randomness import shard_generator
 from leanrl.sebulba.rollout import Rollout
 from leanrl.support.cli import run_script
 from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
@@ -386,7 +386,6 @@ def make_update(agent: nn.Module, optimizer: FlatAdam, shards: Shards, args: Arg
     num_rows = batches[0].advantages.numel()
     num_parts = args.num_minibatches * args.gradient_accumulation_steps
     num_iterations = args.total_timesteps // (args.num_envs * args.num_steps)
-    streams = Streams(args.seed, PERMUTATIONS)
     # The mean over shards and accumulated parts of losses that are means themselves.
     scale = 1.0 / (shards.total * args.gradient_accumulation_steps)
 
@@ -431,12 +430,10 @@ def make_update(agent: nn.Module, optimizer: FlatAdam, shards: Shards, args: Arg
             fill_targets(batch, get_value, args)
         losses = torch.zeros(len(LOSS_NAMES), device=device)
         for epoch in range(args.update_epochs):
-            inds = [
-                torch.from_numpy(streams.at(shard, (number - 1) * args.update_epochs + epoch).permutation(num_rows)).to(
-                    device
-                )
-                for shard in shards.numbers
+            generators = [
+                shard_generator(args.seed, shard, (number - 1) * args.update_epochs + epoch) for shard in shards.numbers
             ]
+            inds = [torch.from_numpy(generator.permutation(num_rows)).to(device) for generator in generators]
             b_inds = [shard_inds.view(args.num_minibatches, -1) for shard_inds in inds]
             for minibatch in range(args.num_minibatches):
                 vectors = [

@@ -23,13 +23,16 @@ from leanrl.support.tracking import read_metrics
 from leanrl.tools.common import run_tool
 
 SOURCE = Path(__file__).parents[1] / "leanrl"
-ON_POLICY_REFERENCES = ["ppo_continuous_action", "ppo_atari_envpool"]
+# They learn from rollouts.
+ON_POLICY_REFERENCES = ["ppo_continuous_action", "ppo_atari_envpool", "pqn"]
 OFF_POLICY_REFERENCES = ["sac_continuous_action", "td3_continuous_action", "dqn"]
 REFERENCES = ON_POLICY_REFERENCES + OFF_POLICY_REFERENCES
 ON_POLICY = [name for r in ON_POLICY_REFERENCES for name in (r, f"{r}_torchcompile")]
 OFF_POLICY = [name for r in OFF_POLICY_REFERENCES for name in (r, f"{r}_torchcompile")]
 SCRIPTS = ON_POLICY + OFF_POLICY
+PPO = [name for name in ON_POLICY if name.startswith("ppo")]
 ATARI = [name for name in ON_POLICY if "atari" in name]
+DISCRETE = [name for name in SCRIPTS if name.startswith(("dqn", "pqn"))]
 FAST_SCRIPTS = [name for name in SCRIPTS if name.endswith("_torchcompile")]
 ONE_GRAPH_SCRIPTS = [name for name in FAST_SCRIPTS if name.startswith(("sac", "td3", "ppo_atari"))]
 # What support/ does for it, it does for its fast variant too, which takes half the time.
@@ -47,7 +50,7 @@ def tiny_env(script: str) -> str:
     """The environment of tiny runs of ``script``: episodes are short and terminate."""
     if script in ATARI:
         return "Breakout-v5"
-    return "CartPole-v1" if script.startswith("dqn") else "Hopper-v5"
+    return "CartPole-v1" if script in DISCRETE else "Hopper-v5"
 
 
 def tiny_num_envs(script: str) -> int:

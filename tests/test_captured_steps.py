@@ -39,8 +39,13 @@ class Watch(TorchDispatchMode):
         return result
 
 
-def without_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Autocast has no meta device."""
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The meta device has no autocast, and is refused where foreach operations clip gradients."""
+    clip = torch.nn.utils.clip_grad_norm_
+    monkeypatch.setattr("torch.nn.utils.clip_grad._device_has_foreach_support", lambda *_: True)
+    monkeypatch.setattr(
+        torch.nn.utils, "clip_grad_norm_", lambda params, norm, foreach: clip(params, norm, foreach=True)
+    )
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     monkeypatch.setattr(Float32, "forward", lambda layer, x: super(Float32, layer).forward(x))
 
@@ -85,6 +90,15 @@ def dqn():
     update, _ = script.make_update(network, deepcopy(network), optimizer, replay, script.Args())
     _, learn, update = script.make_executables(network, replay, staging, update, script.Args())
     return [lambda: script.greedy(network, obs), lambda: learn(rows), update]
+
+
+def pqn():
+    script = importlib.import_module("leanrl.pqn_torchcompile")
+    network = script.QNetwork(OBS_DIM, 3).to(META)
+    rollout = script.Rollout.allocate(16, NUM_ENVS, OBS_DIM, META)
+    update = script.make_update(network, Adam(network.parameters(), lr=1e-3, eps=1e-5), rollout, script.Args())
+    obs, inds = torch.zeros(NUM_ENVS, OBS_DIM, device=META), torch.arange(8, device=META)
+    return [lambda: script.greedy(network, obs), lambda: update(inds)]
 
 
 def ppo():
@@ -134,10 +148,10 @@ def cleanba_impala():
 
 
 @pytest.mark.parametrize(
-    "make", [td3, sac, dqn, ppo, ppo_atari, cleanba_ppo, cleanba_impala], ids=lambda make: make.__name__
+    "make", [td3, sac, dqn, pqn, ppo, ppo_atari, cleanba_ppo, cleanba_impala], ids=lambda make: make.__name__
 )
 def test_nothing_leaves_the_device(make, monkeypatch):
-    without_autocast(monkeypatch)
+    as_on_a_gpu(monkeypatch)
     backward = make in FORMER_OPERATIONS
     with torch.no_grad():
         steps = make() if not backward else None
@@ -151,11 +165,12 @@ def test_nothing_leaves_the_device(make, monkeypatch):
 
 
 # Operations of commit 6b6cff2, whose updates were written out over flat vectors: observe, update, update with the actor
-# and act; DQN's are greedy, learn and update; PPO's act and update.
+# and act; DQN's are greedy, learn and update; PPO's act and update. PQN's, greedy and update, are of its first version.
 FORMER_OPERATIONS = {
     td3: [26, 151, 271, 24],
     sac: [26, 176, 644, 39],
     dqn: [9, 128, 104],
+    pqn: [11, 132],
     ppo: [45, 287],
     ppo_atari: [52, 288],
 }
@@ -164,7 +179,7 @@ FORMER_OPERATIONS = {
 @pytest.mark.parametrize("make", FORMER_OPERATIONS, ids=lambda make: make.__name__)
 def test_few_operations_are_launched(make, monkeypatch):
     """Each is a launch on a GPU, where nothing is compiled: loops over parameters would multiply them."""
-    without_autocast(monkeypatch)
+    as_on_a_gpu(monkeypatch)
     for captured, former in zip(make(), FORMER_OPERATIONS[make], strict=True):
         captured()
         with Watch() as watch:

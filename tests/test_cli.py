@@ -16,6 +16,7 @@ import pytest
 import torch
 from scripts import (
     ATARI,
+    DISCRETE,
     FAST_SCRIPTS,
     KINDS,
     ON_POLICY,
@@ -95,14 +96,10 @@ BAD_FLAGS_OF_ALL = [
 ]
 BAD_FLAGS_ON_POLICY = [
     *[[flag, value] for flag in ("--num-steps", "--num-minibatches", "--update-epochs") for value in ("0", "-1")],
-    *[["--gae-lambda", value] for value in ("2.0", "-1.0", "inf")],
     *[["--learning-rate", value] for value in ("0.0", "-1.0", "nan", "inf")],
-    *[[flag, value] for flag in ("--clip-coef", "--vf-coef", "--ent-coef", "--target-kl") for value in ("-1.0", "nan")],
     *[["--max-grad-norm", value] for value in ("0.0", "nan")],
     ["--num-minibatches", "3"],  # does not divide
-    ["--num-minibatches", "64"],  # minibatches of one
     ["--total-timesteps", "63"],  # less than a rollout
-    ["--env-id", "CartPole-v1"],
 ]
 BAD_FLAGS_OFF_POLICY = [
     *[[flag, value] for flag in ("--buffer-size", "--batch-size", "--log-every") for value in ("0", "-1")],
@@ -124,28 +121,34 @@ BAD_FLAGS_ATARI = [
 BAD_FLAGS_GROUPS = [["--num-env-groups", value] for value in ("0", "3")]  # 3 does not divide
 RATES = [[flag, value] for flag in ("--policy-lr", "--q-lr") for value in ("0.0", "nan")]
 CONTINUOUS = [["--env-id", "CartPole-v1"], ["--policy-frequency", "0"]]
+EPSILON_GREEDY = [
+    ["--env-id", "HalfCheetah-v5"],
+    *[[flag, value] for flag in ("--start-e", "--end-e") for value in ("1.5", "nan")],
+    *[[flag, "0.0"] for flag in ("--learning-rate", "--exploration-fraction")],
+]
 BAD_FLAGS_OF = {
+    "ppo": [
+        ["--env-id", "CartPole-v1"],
+        *[["--gae-lambda", value] for value in ("2.0", "-1.0", "inf")],
+        *[[f, value] for f in ("--clip-coef", "--vf-coef", "--ent-coef", "--target-kl") for value in ("-1.0", "nan")],
+        ["--num-minibatches", "64"],  # minibatches of one
+    ],
+    "pqn": [*EPSILON_GREEDY, *[["--q-lambda", value] for value in ("2.0", "-1.0", "nan")]],
     "sac": [*CONTINUOUS, *RATES, ["--target-network-frequency", "0"], ["--alpha", "-1.0"]],
     "td3": [
         *CONTINUOUS,
         *[[flag, "-1.0"] for flag in ("--policy-noise", "--noise-clip", "--exploration-noise")],
         *[["--learning-rate", value] for value in ("0.0", "nan")],
     ],
-    "dqn": [
-        ["--env-id", "HalfCheetah-v5"],
-        *[[flag, value] for flag in ("--start-e", "--end-e") for value in ("1.5", "nan")],
-        *[[flag, "0.0"] for flag in ("--learning-rate", "--exploration-fraction")],
-        ["--target-network-frequency", "0"],
-    ],
+    "dqn": [*EPSILON_GREEDY, ["--target-network-frequency", "0"]],
 }
 
 
 def bad_flags(script):
-    flags = [*BAD_FLAGS, *(BAD_FLAGS_OF_ALL if script in KINDS else [])]
-    if script in ON_POLICY:
-        flags += BAD_FLAGS_ON_POLICY + (BAD_FLAGS_ATARI if script in ATARI else [])
-        return flags + (BAD_FLAGS_GROUPS if script in ATARI and script in FAST_SCRIPTS else [])
-    return flags + BAD_FLAGS_OFF_POLICY + BAD_FLAGS_OF[script[:3]]
+    flags = [*BAD_FLAGS, *(BAD_FLAGS_OF_ALL if script in KINDS else []), *BAD_FLAGS_OF[script[:3]]]
+    flags += BAD_FLAGS_ON_POLICY if script in ON_POLICY else BAD_FLAGS_OFF_POLICY
+    flags += BAD_FLAGS_ATARI if script in ATARI else []
+    return flags + (BAD_FLAGS_GROUPS if script in ATARI and script in FAST_SCRIPTS else [])
 
 
 ALL_BAD_FLAGS = [(script, flags) for script in SCRIPTS for flags in bad_flags(script)]
@@ -210,7 +213,7 @@ def test_compile_without_a_compiler_on_a_gpu(tmp_path, monkeypatch):
 @pytest.mark.parametrize("env_id", ["HalfCheeta-v5", "wrong actions", "CheetahRun-v1"])
 def test_bad_environments_of_envpool(refused, script, tmp_path, env_id):
     if env_id == "wrong actions":
-        env_id = "HalfCheetah-v5" if script.startswith("dqn") else "CartPole-v1"
+        env_id = "HalfCheetah-v5" if script in DISCRETE else "CartPole-v1"
     flags = [*tiny(script), "--runs-dir", tmp_path / "runs", "--env-backend", "envpool", "--env-id", env_id]
     refused(flags, f"--env-id {env_id}: ")
 
@@ -366,7 +369,7 @@ def test_summary_json(finished_run, script):
 
 @pytest.mark.parametrize("script", with_long(ON_POLICY))
 def test_several_environments_and_epochs(script, tmp_path):
-    flags = ["--num-envs=3", "--update-epochs=2", "--total-timesteps=999", "--no-norm-adv"]
+    flags = ["--num-envs=3", "--update-epochs=2", "--total-timesteps=999"]
     assert run(script, *tiny(script), *flags, "--runs-dir", tmp_path, "--run-name=run") == 0
     result = summary(tmp_path / "run")
     # Whole rollouts of 3 * 64 steps only, or on Atari 3 * 16.

@@ -18,6 +18,9 @@ SAC = {"learning_starts": 5_000, "policy_lr": 3e-4, "q_lr": 1e-3, "target_networ
 TD3 = {"learning_starts": 25_000, "learning_rate": 3e-4, "policy_noise": 0.2, "noise_clip": 0.5}
 DQN = {"learning_rate": 2.5e-4, "buffer_size": 10_000, "gamma": 0.99, "tau": 1.0, "target_network_frequency": 500}
 DQN |= {"batch_size": 128, "start_e": 1.0, "end_e": 0.05, "exploration_fraction": 0.5, "learning_starts": 10_000}
+PQN = {"learning_rate": 2.5e-4, "num_envs": 4, "num_steps": 128, "num_minibatches": 4, "update_epochs": 4}
+PQN |= {"anneal_lr": True, "gamma": 0.99, "q_lambda": 0.65, "max_grad_norm": 10.0, "total_timesteps": 500_000}
+PQN |= {"start_e": 1.0, "end_e": 0.05, "exploration_fraction": 0.5}
 CLEANBA = {"local_num_envs": 48, "num_actor_threads": 2, "total_timesteps": 50_000_000, "num_minibatches": 4}
 CLEANBA |= {"gamma": 0.99, "ent_coef": 0.01, "vf_coef": 0.5, "channels": (16, 32, 32), "hidden": 256}
 EXPECTED = {
@@ -26,6 +29,7 @@ EXPECTED = {
     "sac_continuous_action": OFF_POLICY | SAC | {"alpha": 0.2},
     "td3_continuous_action": OFF_POLICY | TD3 | {"exploration_noise": 0.1},
     "dqn": DQN | {"updates_per_step": 0.1, "total_timesteps": 500_000},
+    "pqn": PQN,
     "cleanba_ppo": CLEANBA | {"num_steps": 128, "clip_coef": 0.1, "max_grad_norm": 0.5, "policy_lag": 0},
     "cleanba_impala": CLEANBA | {"num_steps": 20, "rho_bar": 1.0, "c_bar": 1.0, "max_grad_norm": 40.0, "policy_lag": 1},
 }
@@ -63,6 +67,12 @@ def test_ppo_starts_orthogonal(script):
     assert_orthogonal(agent.actor_mean[::2], (2**0.5, 2**0.5, 0.01))
     assert_orthogonal(agent.critic[::2], (2**0.5, 2**0.5, 1.0))
     assert not agent.actor_logstd.any()
+
+
+@pytest.mark.parametrize("script", ["pqn", "pqn_torchcompile"])
+def test_pqn_starts_orthogonal(script):
+    network = importlib.import_module(f"leanrl.{script}").QNetwork(4, 2)
+    assert_orthogonal(list(network)[::3], [2**0.5] * 3)
 
 
 def test_atari_starts_orthogonal():

@@ -5,10 +5,12 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import tyro
+from packaging.requirements import Requirement
 from scripts import ONE_GRAPH_SCRIPTS
 
 from leanrl.tools import compare, trials
@@ -104,6 +106,27 @@ def test_there_are_commands_everywhere():
 def test_run_sh_lists_every_tool():
     usage = (REPOSITORY / "run.sh").read_text().split("EOF")[1]
     assert set(TOOLS) <= set(re.findall(r"\w+", usage))
+
+
+def pins(path: Path) -> list[Requirement]:
+    """Of a requirements file and those that it includes."""
+    lines = [line for line in path.read_text().splitlines() if line[:1] not in ("", "#") and line != "-e ."]
+    included = [pin for line in lines if line.startswith("-r ") for pin in pins(path.parent / line[3:])]
+    return included + [Requirement(line) for line in lines if not line.startswith("-r ")]
+
+
+def test_pyproject_and_requirements_agree():
+    """The same names in the same groups, and each pin is a version that pyproject allows."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    groups = {"requirements": project["dependencies"]}
+    groups |= {f"requirements-{name}": group for name, group in project["optional-dependencies"].items()}
+    files = {path.stem for path in (REPOSITORY / "requirements").glob("*.txt")}
+    assert set(groups) == files - {"requirements-rl_games"}  # no extra has --no-deps
+    for stem, group in groups.items():
+        allowed = {requirement.name: requirement.specifier for requirement in map(Requirement, group)}
+        pinned = {pin.name: str(pin.specifier) for pin in pins(REPOSITORY / "requirements" / f"{stem}.txt")}
+        assert pinned.keys() == allowed.keys()
+        assert all(pin.startswith("==") and pin[2:] in allowed[name] for name, pin in pinned.items())
 
 
 @pytest.mark.parametrize("bf16_units", [True, False], ids=["bf16", "no bf16"])

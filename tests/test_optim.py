@@ -61,7 +61,7 @@ def test_adam_is_pytorchs(compiled):
     adam.load_state_dict(pytorchs.state_dict())  # which has no state before its first step
     train(theirs, pytorchs, 7)
     ours.load_state_dict(theirs.state_dict())
-    lr, addresses = adam.param_groups[0]["lr"], [x.data_ptr() for x in adam.exp_avgs + adam.exp_avg_sqs]
+    lr, addresses = adam.param_groups[0]["lr"], [x["exp_avg"].data_ptr() for x in adam.state.values()]
     adam.load_state_dict(deepcopy(pytorchs.state_dict()))
     assert float(lr) == pytest.approx(pytorchs.param_groups[0]["lr"])
     train(ours, adam, 20, compiled=compiled)
@@ -70,7 +70,7 @@ def test_adam_is_pytorchs(compiled):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
         assert p.grad is None  # a gradient that outlives a graph is one of its outputs
     assert adam.param_groups[0]["lr"] is lr and adam.lr is lr
-    assert [x.data_ptr() for x in adam.exp_avgs + adam.exp_avg_sqs] == addresses
+    assert [x["exp_avg"].data_ptr() for x in adam.state.values()] == addresses
 
     state, expected = adam.state_dict(), pytorchs.state_dict()
     assert state["param_groups"][0].keys() == expected["param_groups"][0].keys()

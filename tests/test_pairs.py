@@ -18,6 +18,10 @@ SHARED = {
         "Critics Actor sac_target critic_loss actor_loss alpha_loss Noise make_update load_policy validate"
     ),
     "td3_continuous_action": "Critics Actor td3_target critic_loss make_update load_policy validate",
+    "pqn": (
+        "layer_init QNetwork Minibatch Rollout lambda_returns finish_rollout weighted_mean Losses pqn_loss "
+        "linear_schedule make_update greedy load_policy validate"
+    ),
     "dqn": "QNetwork dqn_target dqn_loss linear_schedule make_update update_target greedy act load_policy validate",
 }
 

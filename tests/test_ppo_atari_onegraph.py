@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import leanrl.ppo_atari_envpool_torchcompile as fast
-from leanrl.tools.gpu_equality import last_parameters
+from leanrl.tools.gpu import last_parameters
 
 SCRIPT = "ppo_atari_envpool_torchcompile"
 MODES = {"graph": ["--one-graph"], "eager": []}

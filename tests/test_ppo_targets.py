@@ -5,12 +5,12 @@ import math
 
 import pytest
 import torch
-from scripts import ON_POLICY, run, summary, tiny
+from scripts import PPO, run, summary, tiny
 
 from leanrl.ppo_continuous_action import Agent, Args, Losses, Minibatch, ppo_loss
 
 
-@pytest.fixture(params=ON_POLICY)
+@pytest.fixture(params=PPO)
 def compute_gae(request):
     return importlib.import_module(f"leanrl.{request.param}").compute_gae
 
@@ -90,7 +90,7 @@ def slow_logprobs(agent, obs, actions):
     return (-0.5 * z**2 - agent.actor_logstd - 0.5 * math.log(2 * math.pi)).sum(1)
 
 
-@pytest.mark.parametrize("script", [script for script in ON_POLICY if "continuous" in script])
+@pytest.mark.parametrize("script", [script for script in PPO if "continuous" in script])
 def test_networks_in_either_precision(script):
     """Under autocast the last layers stay float32."""
     torch.manual_seed(0)
@@ -207,7 +207,7 @@ def test_hardly_anything_but_resets(agent, live):
     assert (losses.entropy != 0) == (loss != 0) == any(x.any() for x in gradient) == bool(live)
 
 
-@pytest.mark.parametrize("script", ON_POLICY)
+@pytest.mark.parametrize("script", PPO)
 @pytest.mark.parametrize("target_kl, epochs", [(1e-4, 1), (1e4, 3)])
 def test_target_kl_stops_the_epochs(script, tmp_path, target_kl, epochs):
     flags = [*tiny(script), "--update-epochs=3", "--learning-rate=0.03", "--no-anneal-lr", "--total-timesteps=256"]

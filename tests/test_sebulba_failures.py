@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch.distributed as dist
 from scripts import summary
 from sebulba_runs import (
     ALONE,
@@ -25,7 +26,10 @@ from sebulba_runs import (
     wait_for_log,
 )
 
-from leanrl.sebulba.collectives import waiting_for
+from leanrl.sebulba import collectives
+from leanrl.sebulba.collectives import RUN, last_of_all, waiting_for
+from leanrl.sebulba.launch import local_store
+from leanrl.sebulba.layout import Layout
 from leanrl.sebulba.learner import Learner
 from leanrl.sebulba.status import STATUS_FD, UNDER_WAY, PeerLost, Status
 from leanrl.sebulba.supervisor import Child, Supervisor
@@ -166,6 +170,52 @@ def test_a_warm_up_that_takes_too_long_ends_the_run(tmp_path):
     code, out = finish(process)
     assert code == 1 and "Traceback" not in out
     assert last_line(out) == "actor 0 and learner 0 (rank 0): its warm-up takes longer than --start-timeout 2 s"
+
+
+# As NCCL's watchdog does with a process that has waited for too long.
+ABORT = """
+import os, resource, threading, time
+from leanrl.sebulba.pipeline import Pipeline
+exchange = Pipeline.exchange
+
+def broken(self, number, stop):
+    if number == 5 and self.part.rank == 0:
+        self.threads[0].take = lambda waiter: time.sleep(600)
+    if number == 5 and self.part.rank == 2:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        threading.Timer(2, os.abort).start()
+    return exchange(self, number, stop)
+
+Pipeline.exchange = broken
+"""
+
+
+def test_an_abort_tells_who_was_waited_for(tmp_path):
+    process = launch("cleanba_ppo", *tiny(tmp_path, FOREVER, *LAYOUT), environ=patched(tmp_path, ABORT))
+    code, out = finish(process)
+    assert code == 1
+    expected = "learner 1 (rank 2) killed by signal 6; actor 0 (rank 0) had only come to playing rollout 5"
+    assert last_line(out) == expected
+
+
+def test_those_that_are_behind_are_named(monkeypatch):
+    """Of this run only, and of a hundred not all."""
+    layout, store = Layout((0,), (1,), num_groups=3), local_store()
+    environ = {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), RUN: "mine"}
+    assert last_of_all(layout, environ) == ""
+    mine, other = (dist.PrefixStore(f"{run}, attempt 0", store) for run in ("mine", "other"))
+    other.set("phase 0", "1 0")
+    for rank, progress in enumerate(("12 0", "12 1", "9 4", "9 4", "12 0")):
+        mine.set(f"phase {rank}", progress)
+    names = "actor 1 (rank 2) and learner 1 (rank 3)"
+    assert last_of_all(layout, environ) == f"{names} had only come to parameters of update 9"
+    for rank in (0, 1, 4):
+        mine.set(f"phase {rank}", "9 4")
+    assert last_of_all(layout, environ) == ""
+    mine.set("phase 5", "10 0")
+    assert "learner 0 (rank 1) and actor 1 (rank 2) and 2 more had" in last_of_all(layout, environ)
+    monkeypatch.setattr(collectives, "STORE_SECONDS", 0.1)
+    assert last_of_all(layout, {**environ, "MASTER_PORT": "1"}) == ""
 
 
 FAULT = """

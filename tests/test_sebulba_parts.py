@@ -1,20 +1,25 @@
 """The parts of the actor-learner system, each by itself: layouts, schedules, noise, rollouts, reports, sums."""
 
+import pickle
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from leanrl.sebulba.args import SebulbaArgs
+import leanrl.sebulba.args
+import leanrl.sebulba.collectives as collectives
+from leanrl.sebulba.args import SebulbaArgs, pool_threads
 from leanrl.sebulba.collectives import sum_in_order
 from leanrl.sebulba.environments import make_pool
 from leanrl.sebulba.launch import first_host, slurm_task
 from leanrl.sebulba.layout import Layout, parse_layout
+from leanrl.sebulba.learner import Learner
 from leanrl.sebulba.mailbox import Mailbox, Stalled, Stopped
 from leanrl.sebulba.params import ParamsSource, version_for
-from leanrl.sebulba.randomness import ACTION_NOISE, PERMUTATIONS, Streams, gumbel_noise
-from leanrl.sebulba.report import Times, checksum, ended_episodes, read_reports, write_report
+from leanrl.sebulba.randomness import DRAWS_BITS, INCREMENT, _mix, gumbel_noise, random_bits, shard_generator
+from leanrl.sebulba.report import Report, Times, checksum, ended_episodes, returns_and_lengths
 from leanrl.sebulba.rollout import Header, Rollout
 from leanrl.support.errors import UsageError
 
@@ -125,10 +130,18 @@ TASK = {"SLURM_JOB_ID": "26017", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTAS
 
 
 def test_a_slurm_task_knows_its_place():
-    assert slurm_task(TASK) == (1, 2, "localhost", 20_000 + 26017 % 12_000)
-    assert slurm_task({**TASK, "MASTER_ADDR": "other", "MASTER_PORT": "5"}) == (1, 2, "other", 5)
+    step = "SLURM step 26017.0 on localhost"
+    assert slurm_task(TASK) == (1, 2, 2, step, "localhost", 20_000 + 26017 % 12_000)
+    assert slurm_task({**TASK, "MASTER_ADDR": "other", "MASTER_PORT": "5"}) == (1, 2, 2, step, "other", 5)
+    for words, tasks_here in (("1(x2)", 1), ("12", 12), ("3(x2),2", 3)):
+        assert slurm_task({**TASK, "SLURM_STEP_TASKS_PER_NODE": words}).tasks_here == tasks_here
     # Two tasks on one host, or one on each of two: neither is what places a task.
     assert slurm_task({**TASK, "SLURM_LOCALID": "7", "SLURM_STEP_NUM_NODES": "9"}) == slurm_task(TASK)
+
+
+def test_steps_of_one_job_meet_apart():
+    steps = [slurm_task({**TASK, "SLURM_JOB_ID": job, "SLURM_STEP_ID": str(i)}) for job in "12" for i in range(100)]
+    assert len({step.port for step in steps}) == len({step.step for step in steps}) == 200
 
 
 @pytest.mark.parametrize("name, value", [("SLURM_PROCID", None), ("SLURM_NTASKS", "x"), ("SLURM_PROCID", "2")])
@@ -150,6 +163,26 @@ def test_slurm_variables_that_make_no_sense(name, value):
 )
 def test_the_first_host_of_a_node_list(nodelist, host):
     assert first_host(nodelist) == host
+
+
+@pytest.mark.parametrize(
+    "text, cores, on_node, local, expected",
+    [
+        ("a0-l0-d1", 96, None, None, 48),
+        ("a0-l0-d8", 96, None, 8, 6),  # under torchrun
+        ("a0-l0-d8", 96, 96, 8, 6),  # SLURM's tasks, each of which may run anywhere
+        ("a0-l0-d8", 12, 96, 8, 6),  # or only on cores of its own
+        ("a0-l0-d8", 12, None, 8, 1),
+        ("a0-l1,2,3-d4", 96, None, 8, 24),  # two of its groups here
+        ("a0,1-l2-d1", 3, None, 3, 1),
+    ],
+)
+def test_pools_share_the_cores_of_a_machine(monkeypatch, text, cores, on_node, local, expected):
+    for name, value in (("SLURM_CPUS_ON_NODE", on_node), ("LOCAL_WORLD_SIZE", local)):
+        monkeypatch.setenv(name, str(value)) if value is not None else monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(leanrl.sebulba.args, "available_cores", lambda: cores)
+    layout = layout_of(text, 2, 48)
+    assert pool_threads(SebulbaArgs(), layout) == expected and pool_threads(SebulbaArgs(env_threads=5), layout) == 5
 
 
 # ---------------------------------------------------------------------------------------------------------- SCHEDULE
@@ -218,32 +251,64 @@ def test_waits_end_with_a_stall_or_a_stop():
 # -------------------------------------------------------------------------------------------------------- RANDOMNESS
 
 
-def test_noise_depends_on_seed_environment_and_iteration_alone():
-    def noise(seed, envs, iteration):
-        out = np.zeros((16, len(envs), 3), np.float32)
-        gumbel_noise(Streams(seed, ACTION_NOISE), envs, iteration, out)
-        return out
+def noise(seed, envs, iteration, num_actions=3, num_steps=16):
+    steps = range(num_steps * iteration, num_steps * (iteration + 1))
+    return gumbel_noise(seed, envs, steps, num_actions, torch.device("cpu")).numpy()
 
+
+def test_noise_depends_on_seed_environment_and_step_alone():
     whole = noise(1, range(8), 4)
     assert np.array_equal(whole[:, 4:], noise(1, range(4, 8), 4))
-    streams = Streams(1, ACTION_NOISE)
-    for env, iteration in ((7, 3), (2, 9), (5, 4)):  # whatever was drawn before
-        out = np.zeros((16, 1, 3), np.float32)
-        gumbel_noise(streams, [env], iteration, out)
-    assert np.array_equal(whole[:, 5:6], out)
-    columns = [whole[:, i] for i in range(8)] + [noise(1, [0], i)[:, 0] for i in (3, 5)] + [noise(2, [0], 4)[:, 0]]
+    assert np.array_equal(whole[8:, 5:6], noise(1, range(5, 6), 9, num_steps=8))
+    columns = [whole[:, i] for i in range(8)] + [noise(1, range(1), i)[:, 0] for i in (3, 5)]
+    columns += [noise(2, range(1), 4)[:, 0]]
     # No two share a number: streams are disjoint over environments, iterations and seeds.
     assert len(np.unique(np.stack(columns))) == len(columns) * 16 * 3
-    assert not np.array_equal(Streams(1, PERMUTATIONS).at(0, 4).random(8), Streams(1, ACTION_NOISE).at(0, 4).random(8))
+
+
+def test_noise_is_the_same_wherever_its_row_is_in_a_batch():
+    whole = noise(1, range(200), 1, num_actions=5)
+    for first in range(0, 199, 7):
+        for last in range(first + 1, 201, 13):
+            assert np.array_equal(whole[:, first:last], noise(1, range(first, last), 1, num_actions=5))
+
+
+def test_random_bits_are_splitmix64s():
+    """Those that follow from the state 1234567, as published with the generator."""
+    states = torch.tensor(1234567) + INCREMENT * torch.arange(1, 4)
+    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423 - 2**64]
+    assert _mix(states).tolist() == expected
+
+
+def test_random_bits_are_independent():
+    """Each of the 64 is 0 or 1 alike, and differs half the time from its neighbour's by environment, step or action."""
+    envs, steps = torch.arange(128).view(-1, 1, 1) << DRAWS_BITS, torch.arange(64).view(-1, 1) * 4
+    grids = [random_bits(seed, envs + steps + torch.arange(4)) for seed in (0, 1)]
+    assert len(grids[0].unique()) == grids[0].numel()
+    neighbours = [
+        (grids[0].narrow(axis, 0, n - 1), grids[0].narrow(axis, 1, n - 1)) for axis, n in enumerate((128, 64, 4))
+    ]
+    for bits in (*grids, *(one ^ other for one, other in (*neighbours, grids))):
+        shares = (bits.flatten().unsqueeze(1) >> torch.arange(64) & 1).double().mean(0)
+        assert (shares - 0.5).abs().max() < 5 * 0.5 / bits.numel() ** 0.5
 
 
 def test_gumbel_noise_samples_the_softmax():
-    out = np.zeros((20_000, 2, 3), np.float32)
-    gumbel_noise(Streams(3, ACTION_NOISE), range(2), 1, out)
+    out = noise(3, range(2), 1, num_steps=20_000)
     logits = np.array([0.0, 1.0, -1.0])
     counts = np.bincount((out + logits).argmax(-1).ravel(), minlength=3) / 40_000
     expected = np.exp(logits) / np.exp(logits).sum()
     assert np.abs(counts - expected).max() < 5 * np.sqrt(0.25 / 40_000)
+    # All of the distribution: probabilities of what is drawn are uniform (Kolmogorov and Smirnov's distance).
+    drawn = np.sort(np.exp(-np.exp(-out.astype(np.float64))).ravel())
+    assert np.abs(drawn - (np.arange(len(drawn)) + 0.5) / len(drawn)).max() < 2 / np.sqrt(len(drawn))
+
+
+def test_permutations_depend_on_seed_shard_and_iteration_alone():
+    drawn = [
+        shard_generator(*words).permutation(100) for words in ((1, 2, 3), (1, 2, 3), (2, 2, 3), (1, 3, 3), (1, 2, 4))
+    ]
+    assert np.array_equal(drawn[0], drawn[1]) and len(np.unique(drawn, axis=0)) == 4
 
 
 def test_pools_of_one_run_are_slices_of_one_big_pool():
@@ -286,25 +351,76 @@ def test_a_rollout_is_one_message():
     assert a.obs.shape == (6, 3, 4, 2) and a.actions.shape == (5, 3)
 
 
-def test_reports_come_back_as_they_were_written():
-    layout = layout_of("a0-l1,2,3-d1", 2, 48)
-    most = max(len(layout.pieces_of_learner(i)) for i in range(3))
-    assert most == 2 and len(layout.pieces_of_learner(0)) == 1
-    rows, generator = [], torch.Generator().manual_seed(0)
+@pytest.mark.parametrize("shards", [None, 12])
+def test_episodes_are_told_by_step_and_environment(shards):
+    """Whichever learner they ended at."""
+    layout, reports = layout_of("a0-l1,2,3-d1", 2, 48, shards), []
+    ended = [(4, 95, 1.5), (0, 40, 2.5), (4, 3, 3.5), (1, 64, 4.5), (1, 31, 5.5)]
     for learner in range(3):
-        shard = Rollout.allocate(5, layout.shard_size, (1,), torch.float32, torch.device("cpu"))
-        shard.returns.fill_(torch.nan)
-        shard.lengths.fill_(torch.nan)
-        shard.returns[learner + 1, 3], shard.lengths[learner + 1, 3] = 10.0 * learner, learner + 7
-        headers = [Header(1, i, *torch.rand(7, generator=generator).tolist()) for i in range(most)]
-        headers = headers[: len(layout.pieces_of_learner(learner))]
-        rows.append(write_report(learner == 1, 2**51 + learner, Times(1, 2, 3), headers, [shard], most))
-        assert len(rows[-1]) == len(rows[0])
-    reports = read_reports(layout, torch.stack(rows), 5)
-    assert [r.stop for r in reports] == [False, True, False]
-    assert [r.checksum - 2**51 for r in reports] == [0, 1, 2]
-    assert [header.version for _, header in reports[1].pieces] == [0, 1]
-    assert ended_episodes(reports) == ([0.0, 10.0, 20.0], [7.0, 8.0, 9.0])
+        rollouts = []
+        for shard in layout.shards_of(learner):
+            rollout = Rollout.allocate(5, layout.shard_size, (1,), torch.float32, torch.device("cpu"))
+            rollout.returns.fill_(torch.nan)
+            for step, env, total in ended:
+                if env in (envs := layout.shard_envs(shard)):
+                    rollout.returns[step, env - envs.start] = total
+                    rollout.lengths[step, env - envs.start] = env
+            rollouts.append(rollout)
+        reports.append(Report(Times(), [], ended_episodes(layout, learner, rollouts)))
+    assert returns_and_lengths(reports) == ([2.5, 5.5, 4.5, 3.5, 1.5], [40, 31, 64, 3, 95])
+
+
+class OneOfMany:
+    """Stands for torch.distributed in one process: what it is told, all others tell, too."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.groups, self.received = [], 0
+        monkeypatch.setattr(collectives, "_rendezvous", lambda *args: collectives.dist.HashStore())
+        for name in ("init_process_group", "new_group", "all_gather", "gather_object"):
+            monkeypatch.setattr(collectives.dist, name, getattr(self, name))
+
+    def init_process_group(self, *args, world_size, **kwargs) -> None:
+        self.world_size = world_size
+
+    def new_group(self, ranks=None, timeout=None) -> int:
+        self.groups.append(len(ranks or range(self.world_size)))
+        return len(self.groups)
+
+    def all_gather(self, tensors, tensor, group) -> None:
+        assert len(tensors) == self.groups[group - 1]
+        self.received += sum(told.copy_(tensor).nbytes for told in tensors)
+
+    def gather_object(self, told, everyone, rank, group) -> None:
+        if everyone is not None:
+            everyone[:] = [told] * self.groups[group - 1]
+            self.received += len(everyone) * len(pickle.dumps(told))
+
+
+@pytest.mark.parametrize("text, groups", [("a0-l0-d128", [128]), ("a0-l1,2,3-d32", [128, 96])])
+@pytest.mark.parametrize("learner", [0, 40])
+def test_what_128_devices_tell_each_other(monkeypatch, text, groups, learner):
+    """No process makes many groups, and reports are small: large ones took longer than some updates."""
+    layout, world = layout_of(text, 2, 48), OneOfMany(monkeypatch)
+    part, args = layout.learner_part(learner), SebulbaArgs()
+    ours = collectives.Collectives(layout, part, torch.device("cpu"), args)
+    shard = Rollout.allocate(128, layout.shard_size, (1,), torch.float32, torch.device("cpu"))
+    shard.returns.fill_(torch.nan)
+    shard.returns[::16, ::4] = 1.0  # an episode ends every 64 steps
+    pieces = [(piece, Header(1)) for piece in layout.pieces_of_learner(learner)]
+    stands_for = {"pipeline": SimpleNamespace(exchange=lambda *args, **kwargs: pieces)}
+    stands_for["update"] = SimpleNamespace(run=lambda number: torch.zeros(6))
+    optimizer, sent = SimpleNamespace(params=torch.zeros(10)), []
+    monkeypatch.setattr(ours, "exchange", lambda sends, *args: sent.extend(rank for rank, _ in sends))
+    rest = {"shards": [shard], "optimizer": optimizer, "collectives": ours, "source": None, "args": args}
+    trainee = Learner(layout, part, **stands_for, **rest)
+    iteration = trainee.iterate(1, 100, lambda: False)
+    assert world.groups == groups and not iteration.is_last
+    if learner == 0:
+        episodes, _ = returns_and_lengths(iteration.reports)
+        assert len(episodes) == layout.num_learners * 8 * layout.shard_size // 4 and world.received < 1e6
+    else:
+        assert iteration.reports == [] and world.received <= 16 * layout.num_learners
+    assert sent == ([0] if text == "a0-l1,2,3-d32" and learner == 0 else [])
 
 
 def test_the_checksum_sees_every_bit():

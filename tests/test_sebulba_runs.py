@@ -12,11 +12,13 @@ import socket
 import sys
 import threading
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from gymnasium.spaces import Box, Discrete
 from scripts import course, leaves, newest_checkpoint, run, run_on_a_terminal, summary
 from sebulba_runs import DISTRIBUTED, finish, last_line, launch, ranks_of, run_alone, tiny, wait_for_log
@@ -24,8 +26,8 @@ from sebulba_runs import DISTRIBUTED, finish, last_line, launch, ranks_of, run_a
 from leanrl import cleanba_ppo
 from leanrl.sebulba.actor import ActorThread
 from leanrl.sebulba.algorithm import Shards
-from leanrl.sebulba.collectives import Collectives, sum_in_order
-from leanrl.sebulba.launch import FIRST_PORT, NUM_PORTS
+from leanrl.sebulba.collectives import RUN, Collectives, sum_in_order
+from leanrl.sebulba.launch import FIRST_PORT, NUM_PORTS, local_store
 from leanrl.sebulba.layout import Layout
 from leanrl.sebulba.rollout import Rollout
 from leanrl.sebulba.status import PeerLost
@@ -207,6 +209,16 @@ def test_what_has_diverged_is_not_checkpointed(monkeypatch, capsys, tmp_path):
     assert newest_checkpoint(tmp_path / "run")[0] == 512
 
 
+@pytest.mark.parametrize("every, is_told", [(255, True), (256, False)])
+def test_a_checkpoint_after_every_update_is_told(monkeypatch, capsys, tmp_path, every, is_told):
+    assert (
+        run_alone(monkeypatch, "cleanba_ppo", *tiny(tmp_path, f"--checkpoint-every={every}", "--total-timesteps=256"))
+        == 0
+    )
+    line = "warning: --checkpoint-every 255: less than the 256 steps of an update: every update will be saved"
+    assert (line in capsys.readouterr().err.splitlines()) == is_told
+
+
 def test_resuming_with_other_groups_is_refused(monkeypatch, capsys, tmp_path):
     assert run_alone(monkeypatch, "cleanba_ppo", *tiny(tmp_path, "--total-timesteps=512")) == 0
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
@@ -240,6 +252,60 @@ def test_a_group_that_never_comes_is_not_waited_for_long(monkeypatch, free_port)
     layout = Layout((0,), (0,), num_groups=2)
     with pytest.raises(PeerLost, match=f"did not all come to 127.0.0.1:{free_port} within --start-timeout 1 s"):
         Collectives(layout, layout.parts[1], torch.device("cpu"), cleanba_ppo.Args(start_timeout=1))
+
+
+def test_two_steps_of_a_job_run_side_by_side(tmp_path, free_port):
+    """On one host, each with two groups: neither run sees anything of the other."""
+    slurm = {"SLURM_JOB_ID": str(int(free_port) - FIRST_PORT), "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2"}
+    flags = ["--distributed", "--num-actor-threads=1", "--total-timesteps=2560"]
+    groups = [
+        launch(
+            "cleanba_impala",
+            *tiny(tmp_path / step, *flags, f"--seed={step}"),
+            environ={**slurm, "SLURM_STEP_ID": step, "SLURM_PROCID": task},
+        )
+        for task, step in itertools.product("01", "01")
+    ]
+    for code, out in map(finish, groups):
+        assert code == 0, out
+    results = [summary(tmp_path / step / "run") for step in "01"]
+    assert [(result["seed"], result["global_step"]) for result in results] == [(0, 2560), (1, 2560)]
+    assert results[0]["episodic_return"] != results[1]["episodic_return"]
+
+
+def meets(monkeypatch, rank: int, port: int) -> None:
+    """Sends rank ``rank`` of two to the port, as a process of the run "mine"."""
+    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, RUN: "mine"}
+    for name, value in environ.items():
+        monkeypatch.setenv(name, str(value))
+    layout = Layout((0,), (0,), num_groups=2)
+    Collectives(layout, layout.parts[rank], torch.device("cpu"), cleanba_ppo.Args(start_timeout=20))
+
+
+def test_another_run_at_the_port_is_refused_by_name(monkeypatch):
+    store = local_store()
+    with pytest.raises(UsageError, match=f"^MASTER_PORT {store.port}: .* or another program listens there"):
+        meets(monkeypatch, 0, store.port)
+    store.set("leanrl run", "theirs")
+    with pytest.raises(UsageError, match=f"^MASTER_PORT {store.port}: .*: theirs, while this process is of mine; "):
+        meets(monkeypatch, 1, store.port)
+    # The same command once more, by mistake.
+    store.set("leanrl run", "mine")
+    dist.PrefixStore("mine, attempt 0", store).add("rank 1", 1)
+    with pytest.raises(UsageError, match=f"^MASTER_PORT {store.port}: .* calls itself mine, too, and has a rank 1"):
+        meets(monkeypatch, 1, store.port)
+
+
+def test_a_local_store_listens_on_loopback_only():
+    store = local_store()
+    dist.TCPStore("127.0.0.1", store.port, is_master=False).set("key", "value")
+    listening = [
+        local
+        for table in ("tcp", "tcp6")
+        for _, local, _, state, *_ in map(str.split, Path("/proc/net", table).read_text().splitlines()[1:])
+        if state == "0A" and local.endswith(f":{store.port:04X}")
+    ]
+    assert store.get("key") == b"value" and listening == [f"0100007F:{store.port:04X}"]
 
 
 @pytest.mark.parametrize("script", DISTRIBUTED)
@@ -520,6 +586,7 @@ def test_presets_are_sebulbas_numbers(name, num_threads, num_envs, num_steps):
     assert (args.num_actor_threads, args.local_num_envs, args.num_steps) == (num_threads, num_envs, num_steps)
     assert (args.learning_rate, args.num_minibatches, args.update_epochs) == (1e-3, 16, 2)
     assert (args.protocol, args.env_id, args.total_timesteps) == ("cleanrl", "Breakout-v5", 100_000_000)
+    assert args.checkpoint_every >= 10 * layout.num_envs * args.num_steps  # else checkpoints take longer than updates
 
 
 @pytest.mark.parametrize("script", DISTRIBUTED)

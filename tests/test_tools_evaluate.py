@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from scripts import ATARI, FAST_SCRIPTS, KINDS, SCRIPTS, run, tiny, tiny_env, with_long
+from scripts import ATARI, DISCRETE, FAST_SCRIPTS, KINDS, SCRIPTS, run, tiny, tiny_env, with_long
 
 from leanrl import cleanba_ppo
 from leanrl.ppo_continuous_action import Agent
@@ -94,7 +94,14 @@ def policy_by_hand(model: dict, space: gym.Space):
         return (space.high - space.low) / 2 * x + (space.high + space.low) / 2
 
     def q_network(obs: np.ndarray) -> int:
-        return layers(torch.as_tensor(obs).float(), ["0", "2", "4"], torch.relu).argmax().item()
+        x = torch.as_tensor(obs).float()
+        if "6.weight" not in weights:
+            return layers(x, ["0", "2", "4"], torch.relu).argmax().item()
+        for linear, norm in (("0", "1"), ("3", "4")):  # PQN's
+            x = layers(x, [linear], None)
+            x = (x - x.mean()) / (x.var(correction=0) + 1e-5).sqrt()
+            x = torch.relu(x * weights[f"{norm}.weight"] + weights[f"{norm}.bias"])
+        return layers(x, ["6"], None).argmax().item()
 
     policies = {"agent": ppo, "actor": actor, "q_network": q_network}
     (part,) = set(policies) & set(model)
@@ -223,7 +230,7 @@ def test_distributed_agents_play_in_envpool(tmp_path, env_id):
 @pytest.mark.parametrize("script", [name for name in FAST_SCRIPTS if name not in ATARI])
 def test_what_was_trained_on_envpool_is_filmed_and_plays_there(script, tmp_path):
     """Gymnasium needs Box2D for it."""
-    env_id = "LunarLander-v3" if script.startswith("dqn") else "LunarLanderContinuous-v3"
+    env_id = "LunarLander-v3" if script in DISCRETE else "LunarLanderContinuous-v3"
     flags = ["--env-backend=envpool", f"--env-id={env_id}", "--capture-video", "--total-timesteps=512"]
     assert run(script, *tiny(script), *flags, "--runs-dir", tmp_path, "--run-name=run") == 0
     frames = np.stack(imageio.mimread(tmp_path / "run" / "videos" / "episode.mp4", memtest=False)).astype(int)

@@ -1,4 +1,4 @@
-"""The tools around distributed runs: benchmarks, reproduction, plans."""
+"""The tools around distributed runs: launches, reproduction, plans."""
 
 import json
 import shlex
@@ -8,7 +8,6 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import psutil
 import pytest
@@ -19,7 +18,7 @@ from sebulba_runs import alive
 import leanrl.cleanba_impala as impala
 import leanrl.cleanba_ppo as ppo
 from leanrl.support.errors import UsageError
-from leanrl.tools import benchmark, plan_layout, profile, reproduce, trials
+from leanrl.tools import launch, plan_layout, profile, reproduce, trials
 from leanrl.tools.profile import Cost
 from leanrl.tools.trials import REPOSITORY
 
@@ -29,59 +28,51 @@ TEMPLATE = REPOSITORY / "leanrl" / "tools" / "cleanba.slurm"
 COMMAND = ("leanrl/cleanba_ppo.py", "--device", "cpu")
 
 
-def test_benchmark_dry_run_prints_every_run(capsys):
-    args = benchmark.Args(("A-v1", "B-v1"), num_seeds=2, start_seed=3, dry_run=True, command=COMMAND)
-    assert benchmark.main(args) == 0
+def test_launch_runs_with_workers(monkeypatch, capsys):
+    """Every environment with every seed; --dry-run prints the same commands."""
+    args = launch.Args(("A-v1", "B-v1"), num_seeds=2, start_seed=3, workers=2, command=COMMAND)
+    assert launch.main(replace(args, dry_run=True)) == 0
     lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
     flags = [(line[line.index("--env-id") + 1], line[line.index("--seed") + 1]) for line in lines]
     assert flags == [("A-v1", "3"), ("B-v1", "3"), ("A-v1", "4"), ("B-v1", "4")]
     assert len({line[line.index("--run-name") + 1] for line in lines}) == 4
 
+    ran = []
+    monkeypatch.setattr(launch.time, "strftime", lambda _: lines[0][-1].rpartition("__")[2])
+    monkeypatch.setattr(launch, "run_child", lambda line, _: (ran.append(line), (len(ran) == 2, None))[1])
+    assert launch.main(args) == 1
+    assert sorted(ran) == sorted(lines) and "3 of 4 runs ended well" in capsys.readouterr().out
 
-def test_benchmark_fills_the_template_in(capsys):
-    options = {"slurm_ntasks": 2, "slurm_gpus_per_task": 4, "dry_run": True, "slurm_template": TEMPLATE}
-    assert benchmark.main(benchmark.Args(("A-v1", "B-v1"), command=COMMAND, **options)) == 0
+
+def test_launch_submits(tmp_path, monkeypatch, capsys):
+    """The template filled in, named as in Cleanba's README; --dry-run prints it."""
+    flags = ["--slurm-template-path", str(TEMPLATE), "--slurm-ntasks=2", "--slurm-gpus-per-task=4"]
+    args = tyro.cli(launch.Args, args=["--env-ids", "A-v1", "B-v1", *flags, "--", *COMMAND])
+    assert launch.main(replace(args, dry_run=True)) == 0
     job = capsys.readouterr().out
     assert "--array=0-5\n" in job and "--ntasks=2\n" in job and "--gpus-per-task=4\n" in job
     assert "exec ${commands[$SLURM_ARRAY_TASK_ID]}" in job and "{" not in job.replace("${", "").replace("() {", "")
     quoted = [line.strip() for line in job.splitlines() if "--env-id" in line]
     assert len(quoted) == 6 and all("--seed" in shlex.split(shlex.split(line)[0]) for line in quoted)
 
-
-def test_benchmark_takes_cleanbas_name_of_the_template():
-    """Its README's --slurm-template-path."""
-    words = ["--env-ids", "A-v1", "--slurm-template-path", "a", "--", *COMMAND]
-    assert tyro.cli(benchmark.Args, args=words).slurm_template == Path("a")
-
-
-def test_benchmark_submits(tmp_path, monkeypatch, capsys):
     sbatch = tmp_path / "bin" / "sbatch"
     sbatch.parent.mkdir()
     sbatch.write_text(f"#!/bin/sh\necho $1 > {tmp_path}/output\ncp $2 {tmp_path}/submitted\n")
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", f"{sbatch.parent}:/usr/bin:/bin")
     monkeypatch.chdir(tmp_path)
-    args = benchmark.Args(("A-v1",), command=COMMAND, slurm_template=TEMPLATE, runs_dir="runs")
-    assert benchmark.main(args) == 0
+    assert launch.main(args) == 0
     assert (tmp_path / "output").read_text() == f"--output={tmp_path}/runs/slurm/%A_%a.out\n"
-    assert "cleanba_ppo.py" in (tmp_path / "submitted").read_text()
+    assert (tmp_path / "submitted").read_text().count("cleanba_ppo.py") == 6
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match="no sbatch here"):
-        benchmark.main(args)
+        launch.main(args)
 
 
-def test_benchmark_runs_with_workers(monkeypatch, capsys):
-    ran = []
-    monkeypatch.setattr(benchmark, "run_child", lambda line, _: (ran.append(line), (len(ran) == 2, None))[1])
-    assert benchmark.main(benchmark.Args(("A-v1",), num_seeds=3, workers=2, command=COMMAND)) == 1
-    assert len(ran) == 3 and all(line[0] == sys.executable for line in ran)
-    assert "2 of 3 runs ended well" in capsys.readouterr().out
-
-
-def test_benchmark_ends_its_runs_with_itself(tmp_path):
+def test_launch_ends_its_runs_with_itself(tmp_path):
     flags = ["--env-ids", "CartPole-v1", "--num-seeds", "2", "--workers", "2"]
     script = ["leanrl/cleanba_impala.py", "--device=cpu", "--local-num-envs=8", f"--runs-dir={tmp_path}"]
-    command = [sys.executable, "-m", "leanrl.tools.benchmark", *flags, "--", *script, "--total-timesteps=100000000"]
+    command = [sys.executable, "-m", "leanrl.tools.launch", *flags, "--", *script, "--total-timesteps=100000000"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         deadline = time.monotonic() + 180
@@ -97,17 +88,14 @@ def test_benchmark_ends_its_runs_with_itself(tmp_path):
     assert all(summary(path.parent)["interrupted"] for path in tmp_path.glob("*/metrics.jsonl"))
 
 
-@pytest.mark.parametrize("command", [(), ("nothing.py",), ("leanrl/__init__.py",), (*COMMAND, "--seed=3")])
-def test_benchmark_refuses(command):
-    with pytest.raises(UsageError, match=r"^-- "):
-        benchmark.main(benchmark.Args(("A-v1",), command=command, dry_run=True))
-
-
-def test_benchmark_refuses_a_bad_template(tmp_path):
+def test_launch_refuses(tmp_path):
+    for command in ((), ("nothing.py",), ("leanrl/__init__.py",), (*COMMAND, "--seed=3")):
+        with pytest.raises(UsageError, match=r"^-- "):
+            launch.main(launch.Args(("A-v1",), command=command, dry_run=True))
     (tmp_path / "t").write_text("{nonsense}")
     for path in (tmp_path / "t", tmp_path / "none"):
         with pytest.raises(UsageError, match=f"^--slurm-template {path}: "):
-            benchmark.main(benchmark.Args(("A-v1",), command=COMMAND, slurm_template=path, dry_run=True))
+            launch.main(launch.Args(("A-v1",), command=COMMAND, slurm_template=path, dry_run=True))
 
 
 @pytest.mark.parametrize(
@@ -156,9 +144,9 @@ PARTS = profile.LayoutParts(
 )
 
 
-def predicted(layout, cores=16, machines=1, parts=PARTS, **flags):
+def predicted(layout, cores=16, machines=1, parts=PARTS, network_gbytes=1.0, **flags):
     args = ppo.Args(**{"device": "cpu", "local_num_envs": 48, "num_actor_threads": 1, **flags})
-    return plan_layout.predict(layout, parts, args, cores, machines, link_gbytes=1.0)
+    return plan_layout.predict(layout, parts, args, cores, machines, network_gbytes)
 
 
 def test_a_plan_adds_up():
@@ -174,6 +162,14 @@ def test_a_plan_adds_up():
     assert apart.seconds["transfer"] == pytest.approx(0.48 + 1.0) and apart.devices == 2
 
 
+def test_a_plan_knows_where_messages_travel():
+    """A group's within its machine; the sums over groups between machines, where that is slower."""
+    here, slow, fast = predicted("a0-l1-d4"), *(predicted("a0-l1-d4", 16, 4, network_gbytes=g) for g in (0.001, 100.0))
+    # Two sums of 1 MB over four learners pass 1.5 times through every link: 0.1 us a byte here, 1 us in between.
+    assert [round(p.seconds["all-reduce"], 3) for p in (here, slow, fast)] == [0.3, 3.0, 0.3]
+    assert slow.seconds["transfer"] == fast.seconds["transfer"] == pytest.approx(here.seconds["transfer"] / 4)
+
+
 def test_a_plan_knows_that_a_learner_alone_takes_more_threads():
     parts = replace(PARTS, update_alone=((24, Cost(1.5, 3.0)), (48, Cost(3.0, 6.0))))
     seconds = [predicted(layout, parts=parts).seconds["update"] for layout in ("a0-l0-d1", "a0-l1-d1", "a0-l0-d2")]
@@ -185,7 +181,7 @@ def test_a_plan_knows_that_learners_disturb_each_other():
     one, apart, two = (predicted(name, parts=parts).seconds for name in ("a0-l0-d1", "a0-l1-d1", "a0-l0,1-d1"))
     assert (one["update"], apart["update"], two["update"]) == (4.0, 4.0, 3.0)
     assert (one["all-reduce"], apart["all-reduce"], two["all-reduce"]) == pytest.approx((0.0, 0.0, 0.2))
-    # Where every group has a machine of its own, learners only wait for its link.
+    # Where every group has a machine of its own, an update is a learner's alone.
     far = predicted("a0-l1-d2", machines=2, parts=parts).seconds
     assert far["update"] == 4.0 and far["all-reduce"] == pytest.approx(0.2)
 
@@ -272,7 +268,7 @@ def test_the_parts_of_a_plan_are_measured(tmp_path, capfd):
     for name in ("rollout", "update", "update_beside"):
         assert [size for size, _ in parts[name]] == [4, 8]
         assert all(seconds > 0 for _, cost in parts[name] for seconds in cost[: 4 if name == "rollout" else 2])
-    assert parts["reduction"][0] > 0 and parts["message"] == [20e-6, 1e-10]
+    assert parts["reduction"][0] > 0 and parts["message"] == [*profile.LOOPBACK]
     text = (tmp_path / "table.md").read_text()
     assert f"- {record['advice'][0]}\n" in text and record["advice"][0].startswith("Fastest: a0-l0-d1")
     assert "Left out:\n\n- a0-l1,2,3-d1: --local-num-envs 2: " in text and text in capfd.readouterr().out

@@ -29,13 +29,15 @@ def test_metrics_of_a_run(script, finished_run):
     fields = importlib.import_module(f"leanrl.{script}").Losses._fields
     names = [name.replace("qf", f"qf{i}") for name in fields for i in ((1, 2) if name.startswith("qf_") else (0,))]
     keys = {f"losses/{name}" for name in names} | {"charts/SPS"}
-    keys |= {"ppo": {"charts/learning_rate", "losses/explained_variance"}, "dqn": {"charts/epsilon"}}.get(
-        script[:3], set()
-    )
+    keys |= {
+        "ppo": {"charts/learning_rate", "losses/explained_variance"},
+        "pqn": {"charts/learning_rate", "charts/epsilon"},
+        "dqn": {"charts/epsilon"},
+    }.get(script[:3], set())
     assert all(keys <= set(row) for row in rows)
     # The keys that CleanRL's plots look for.
-    expected = {"ppo": "losses/value_loss", "dqn": "losses/td_loss"}.get(script[:3], "losses/qf1_loss")
-    assert expected in keys
+    expected = {"ppo": "value_loss", "pqn": "td_loss", "dqn": "td_loss"}.get(script[:3], "qf1_loss")
+    assert f"losses/{expected}" in keys
     with_episodes = [row for row in rows if "charts/episodic_return" in row]
     assert with_episodes and all(row["charts/episodic_length"] > 0 for row in with_episodes)
     assert with_episodes[-1]["charts/episodes"] == summary(finished_run)["episodes"]

@@ -11,9 +11,10 @@ import torch.nn as nn
 from leanrl.sebulba.layout import Piece
 from leanrl.sebulba.mailbox import Mailbox, Stopped
 from leanrl.sebulba.params import ParamsSource, version_for
-from leanrl.sebulba.randomness import ACTION_NOISE, Streams, gumbel_noise
+from leanrl.sebulba.randomness import gumbel_noise
 from leanrl.sebulba.rollout import Header, Rollout
 from leanrl.support.atari import whole_games
+from leanrl.support.devices import synchronize_stream
 from leanrl.support.envs import EnvPoolVectorEnv
 from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.executables import URGENT, WARMUP_CALLS, make_executable
@@ -92,7 +93,7 @@ class ActorThread(threading.Thread):
         self._first_version, self._last = first_version, last
         self._fail = fail
         self._params = FlatParameters(agent).params
-        num_envs, num_actions = envs.num_envs, int(envs.single_action_space.n)
+        num_envs, self._num_actions = envs.num_envs, int(envs.single_action_space.n)
         first_env = pieces[0].envs.start
         self._columns = [slice(p.envs.start - first_env, p.envs.stop - first_env) for p in pieces]
         # The same row comes out with other last bits from a batch of another size, so exactness wants blocks of a size
@@ -106,10 +107,7 @@ class ActorThread(threading.Thread):
         pinned = device.type == "cuda"
         self._host_obs = torch.zeros((num_envs, *space.shape), dtype=dtype, pin_memory=pinned)
         self._obs = self._host_obs.to(device) if pinned else self._host_obs
-        self._host_noise = torch.zeros(args.num_steps, num_envs, num_actions, pin_memory=pinned)
-        self._noise = self._host_noise.to(device) if pinned else self._host_noise
         self._choices = torch.zeros(args.num_steps, 3, num_envs, device=device)
-        self._streams = Streams(args.seed, ACTION_NOISE)
         self._stopped = False
         self._episodes = EpisodeStatistics(num_envs)
         self._free: Mailbox[list[Rollout]] = Mailbox(args.timeout)
@@ -123,8 +121,10 @@ class ActorThread(threading.Thread):
         """Compiles and captures; nothing that counts is changed."""
         num_threads = torch.get_num_threads()
         torch.set_num_threads(1)  # what is compiled will always start as many as there are now
+        obs = self._obs[self._blocks[0]]
+        noise = torch.zeros(len(obs), self._num_actions, device=self._device)
         for _ in range(WARMUP_CALLS if self._args.compile or self._args.cudagraphs else 1):
-            self._act(self._obs[self._blocks[0]], self._noise[0, self._blocks[0]])
+            self._act(obs, noise)
         torch.set_num_threads(num_threads)
 
     def take(self, waiter: str) -> list[Rollout]:
@@ -199,9 +199,9 @@ class ActorThread(threading.Thread):
         """
         num_steps, num_envs = self._args.num_steps, self._envs.num_envs
         envs = range(self.pieces[0].envs.start, self.pieces[-1].envs.stop)
-        gumbel_noise(self._streams, envs, int(header.rollout), self._host_noise.numpy())
-        if self._noise is not self._host_noise:
-            self._noise.copy_(self._host_noise, non_blocking=True)
+        first_step = int(header.rollout) * num_steps
+        steps = range(first_step, first_step + num_steps)
+        noise = gumbel_noise(self._args.seed, envs, steps, self._num_actions, self._device)
         shape = (num_steps, num_envs)
         rewards, (returns, lengths) = np.zeros(shape, np.float32), np.full((2, *shape), np.nan, np.float32)
         terminations, dones, all_resets = np.zeros((3, *shape), bool)
@@ -215,7 +215,7 @@ class ActorThread(threading.Thread):
                 raise Stopped
             choices = self._choices[step]
             for block in self._blocks:
-                choices[:, block] = self._act(self._obs[block], self._noise[step, block])
+                choices[:, block] = self._act(self._obs[block], noise[step, block])
             launched = time.perf_counter()
             actions = choices[0].cpu().numpy()
             copied = time.perf_counter()
@@ -243,8 +243,7 @@ class ActorThread(threading.Thread):
             for name, array in outcome.items():
                 getattr(piece, name).copy_(torch.from_numpy(array[:, columns]))
             piece.header.copy_(torch.tensor(header, dtype=torch.float64))
-        if self._device.type == "cuda":  # the main thread reads it on another stream
-            torch.cuda.current_stream(self._device).synchronize()
+        synchronize_stream(self._device)  # the main thread reads it on another
         return obs, resets
 
     def _write_obs(self, rollout: list[Rollout], step: int, obs: np.ndarray) -> None:

@@ -1,6 +1,7 @@
 """The flags of the runtime, which both distributed scripts have."""
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -32,7 +33,7 @@ class SebulbaArgs(RunArgs):
     num_threads: int | None = None
     """CPU threads of a learner; by default all cores where nothing else wants them and its work is large, else 1"""
     env_threads: int | None = None
-    """C++ threads of each actor thread's EnvPool; by default its part of the cores"""
+    """C++ threads of each actor thread's EnvPool; by default its part of the machine's cores"""
 
     local_num_envs: int = 48
     """environments of each actor thread"""
@@ -151,3 +152,12 @@ def learner_threads(args: SebulbaArgs, layout: Layout, is_image: bool) -> int:
     if args.num_threads is None and alone:
         return available_cores() if is_image else update_threads(None, minibatch_size)
     return args.num_threads or 1
+
+
+def pool_threads(args: SebulbaArgs, layout: Layout) -> int:
+    """C++ threads of an actor thread's EnvPool: by default the cores are shared by all pools of this machine."""
+    # Groups beside this one, as torchrun and our launcher tell; SLURM may have given each cores of its own already.
+    num_groups = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // len(layout.device_ids))
+    cores = int(os.environ.get("SLURM_CPUS_ON_NODE", available_cores()))
+    num_pools = len(layout.actor_device_ids) * layout.num_actor_threads
+    return args.env_threads or max(1, min(available_cores(), cores // num_groups) // num_pools)

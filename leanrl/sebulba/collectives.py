@@ -1,15 +1,15 @@
 """What processes send each other: gloo on CPUs, NCCL on GPUs, always from the main thread and in the same order.
 
-Each iteration: rollouts from actors to learners, one sum of gradients per optimiser step, one report per learner, and
-the new parameters to the actors that have no learner beside them.
+Each iteration: rollouts from actors to learners, one sum of gradients per optimiser step, a few numbers from every
+learner to all, a report to the one that leads, and the new parameters to the actors that have no learner beside them.
 """
 
 import datetime
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import reduce
 
 import torch
@@ -17,10 +17,17 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from leanrl.sebulba.layout import Layout, Part
+from leanrl.sebulba.report import Report
 from leanrl.sebulba.status import PeerLost
+from leanrl.support.errors import UsageError
 from leanrl.support.run import synchronize
 
-SUPERVISOR_STORE = "LEANRL_SUPERVISOR_STORE"
+# Names the run to all its processes, and to those of no other; torchrun sets it, too.
+RUN = "TORCHELASTIC_RUN_ID"
+# How far a process has come with a rollout.
+PHASES = ("playing rollout", "sending rollout", "update", "report of update", "parameters of update")
+# A supervisor waits so long for what they have noted.
+STORE_SECONDS = 5
 # Characters of a backend's error: the part that was waited for must fit on the line, too.
 LONGEST_ERROR = 600
 
@@ -59,15 +66,19 @@ class Collectives:
         self._in_time = f"within --start-timeout {args.start_timeout:g} s"
         self.all_reduce_seconds = 0.0
         """spent summing gradients, ever (on a GPU: launching the sums)"""
+        # Within a group, one learner sends the new parameters to the processes that only act.
+        members = [p for p in layout.parts if p.group == part.group]
+        self._sends_params = min(p.rank for p in members if p.learner is not None)
+        self._receive_params = [p.rank for p in members if p.learner is None]
         self._alone = len(layout.parts) == 1
-        self._learners = self._actors = None
+        self._learners = self._store = None
         if self._alone:
             return
-        store = _rendezvous(part.rank, len(layout.parts), args.start_timeout)
+        self._store = _rendezvous(part.rank, len(layout.parts), args.start_timeout)
         with waiting_for(f"another process, which did not set its connections up {self._in_time}"):
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
-                store=store,
+                store=self._store,
                 rank=part.rank,
                 world_size=len(layout.parts),
                 timeout=datetime.timedelta(seconds=args.start_timeout),
@@ -75,22 +86,22 @@ class Collectives:
             )
             # That group is for the start. Every process makes every group, in the same order.
             limit = datetime.timedelta(seconds=args.timeout)
-            self._everyone = dist.new_group(timeout=limit)
+            self._everyone = learners = dist.new_group(timeout=limit)
             learner_ranks = [p.rank for p in layout.parts if p.learner is not None]
-            learners = dist.new_group(learner_ranks, timeout=limit)
+            if 1 < len(learner_ranks) < len(layout.parts):
+                learners = dist.new_group(learner_ranks, timeout=limit)
             if part.learner is not None and len(learner_ranks) > 1:
                 self._learners = learners
-            for group in range(layout.num_groups):
-                members = [p for p in layout.parts if p.group == group]
-                ranks = [min(p.rank for p in members if p.learner is not None)]
-                ranks += [p.rank for p in members if p.learner is None]
-                actors = dist.new_group(ranks, timeout=limit)
-                if part.rank in ranks and len(ranks) > 1:
-                    self._actors, self._params_from = actors, ranks[0]
 
     def close(self) -> None:
         if not self._alone:
             dist.destroy_process_group()
+
+    def begin(self, phase: str, number: int) -> None:
+        """Notes, for ``last_of_all``, that this process has come to one of PHASES of rollout ``number``."""
+        with suppress(RuntimeError):  # where the store is gone, what comes next says so
+            if self._store is not None:
+                self._store.set(f"phase {self._part.rank}", f"{number} {PHASES.index(phase)}")
 
     def barrier(self) -> None:
         """Ends the start: waits until every process has come here and this one's device has done all it was given."""
@@ -111,13 +122,18 @@ class Collectives:
                     dist.broadcast(message, lead.rank)
                 tensor.copy_(message)
 
-    def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Sends and receives rollouts: (rank, message) each, those between two ranks in the same order on both."""
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, torch.Tensor]],
+        receives: Sequence[tuple[int, torch.Tensor]],
+        what: str = "a rollout",
+    ) -> None:
+        """Sends and receives: (rank, message) each, those between two ranks in the same order on both."""
         operations = [dist.P2POp(dist.isend, message, rank, self._everyone) for rank, message in sends]
         operations += [dist.P2POp(dist.irecv, message, rank, self._everyone) for rank, message in receives]
         if not operations:
             return
-        names = [f"{self._layout.parts[operation.peer].name}, a rollout" for operation in operations]
+        names = [f"{self._layout.parts[operation.peer].name}, {what}" for operation in operations]
         with waiting_for(" or ".join(dict.fromkeys(names))):
             works = dist.batch_isend_irecv(operations)
         # NCCL gives one handle for all.
@@ -147,44 +163,94 @@ class Collectives:
         self.all_reduce_seconds += time.perf_counter() - start
         return total
 
-    def gather_reports(self, report: torch.Tensor) -> torch.Tensor:
-        """Every learner's report [K] float64 on the CPU: [num_learners, K]."""
+    def gather_signs(self, sign: Sequence[int]) -> list[Sequence[int]]:
+        """Every learner's few whole numbers, for all learners."""
         if self._learners is None:
-            return report.unsqueeze(0)
-        message = report.to(self._device)
-        reports = [torch.empty_like(message) for _ in range(self._layout.num_learners)]
+            return [sign]
+        message = torch.tensor(sign, dtype=torch.int64, device=self._device)
+        signs = [torch.empty_like(message) for _ in range(self._layout.num_learners)]
+        with waiting_for("another learner, after its update"):
+            dist.all_gather(signs, message, group=self._learners)
+        return torch.stack(signs).tolist()
+
+    def gather_reports(self, report: Report) -> list[Report]:
+        """Every learner's report, for the one that leads; nothing for the others."""
+        if self._learners is None:
+            return [report]
+        reports = [None] * self._layout.num_learners if self._part.learner == 0 else None
         with waiting_for("another learner, its report"):
-            dist.all_gather(reports, message, group=self._learners)
-        return torch.stack(reports).cpu()
+            dist.gather_object(report, reports, self._layout.learner_part(0).rank, group=self._learners)
+        return reports or []
 
     def send_params(self, params: torch.Tensor, is_last: bool) -> None:
         """Sends ``params`` [P], and whether this was the last iteration, to the actors that have no learner."""
-        if self._actors is not None:
-            self._share(torch.cat([params, params.new_tensor([float(is_last)])]))
+        if self._part.rank == self._sends_params:
+            message = torch.cat([params, params.new_tensor([float(is_last)])])
+            self.exchange([(rank, message) for rank in self._receive_params], [], "the new parameters")
 
     def receive_params(self, params: torch.Tensor) -> bool:
         """Overwrites ``params`` [P] with what this group's first learner sent; whether this was the last iteration."""
         message = params.new_empty(len(params) + 1)
-        self._share(message)
+        self.exchange([], [(self._sends_params, message)], "the new parameters")
         params.copy_(message[:-1])
         return message[-1].item() > 0
 
-    def _share(self, message: torch.Tensor) -> None:
-        with waiting_for(f"{self._layout.parts[self._params_from].name}, the new parameters"):
-            dist.broadcast(message, self._params_from, group=self._actors)
-
 
 def _rendezvous(rank: int, world_size: int, seconds: float) -> dist.Store:
-    """Where the processes find each other: at the supervisor, at torchrun's agent, or at rank 0."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    """Where the processes of this run find each other: at the supervisor, at torchrun's agent, or at rank 0.
+
+    Raises:
+        UsageError: another run has taken the port, or this rank.
+    """
+    host, port, ours = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], os.environ.get(RUN, "")
     limit = datetime.timedelta(seconds=seconds)
     late = f"did not all come to {host}:{port} within --start-timeout {seconds:g} s; a group that has failed says why"
+    taken = f"MASTER_PORT {port}: another run meets at {host}"
     with waiting_for(f"the other processes, which {late}"):
-        if SUPERVISOR_STORE in os.environ:
-            return dist.TCPStore(host, port, is_master=False, timeout=limit)
-        store, *_ = next(rendezvous("env://", rank, world_size, timeout=limit))
+        try:
+            store, *_ = next(rendezvous("env://", rank, world_size, timeout=limit))
+        except dist.DistNetworkError as error:
+            if "EADDRINUSE" in str(error):
+                raise UsageError(f"{taken}, or another program listens there; set a port that is free") from None
+            raise
+        if rank == 0:
+            store.set("leanrl run", ours)
+        theirs = store.get("leanrl run").decode()
+    if theirs != ours:
+        raise UsageError(f"{taken}: {theirs}, while this process is of {ours}; set one for each")
+    store = _own_part(store, os.environ)
+    if store.add(f"rank {rank}", 1) > 1:
+        raise UsageError(f"{taken} that calls itself {ours}, too, and has a rank {rank}; set one for each")
+    return store
+
+
+def _own_part(store: dist.Store, environ: Mapping[str, str]) -> dist.Store:
+    """What belongs to this start of the run that ``environ`` tells of."""
     # torchrun's agent may keep its store over a restart, and with it the addresses of the processes before.
-    return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"{environ.get(RUN, '')}, attempt {attempt}", store)
+
+
+def last_of_all(layout: Layout, environ: Mapping[str, str]) -> str:
+    """Names the processes that have come least far; "" where none is behind, or nobody knows.
+
+    Args:
+        environ: of a process of the run.
+    """
+    came = {}
+    with suppress(RuntimeError):  # the store is gone with the process that held it
+        limit = datetime.timedelta(seconds=STORE_SECONDS)
+        store = dist.TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False, timeout=limit)
+        notes = _own_part(store, environ)
+        for part in layout.parts:
+            if notes.check([key := f"phase {part.rank}"]):
+                came[part.name] = [*map(int, notes.get(key).split())]
+    least = min(came.values(), default=None)
+    names = [name for name, progress in came.items() if progress == least]
+    if len(names) == len(came):
+        return ""
+    more = [f"{len(names) - 3} more"] if len(names) > 3 else []
+    return f"{' and '.join(names[:3] + more)} had only come to {PHASES[least[1]]} {least[0]}"
 
 
 def sum_in_order(vectors: Iterable[torch.Tensor]) -> torch.Tensor:

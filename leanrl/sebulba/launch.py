@@ -2,8 +2,10 @@
 
 import os
 import re
+import socket
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -12,7 +14,7 @@ import torch.distributed as dist
 
 from leanrl.sebulba.algorithm import Algorithm
 from leanrl.sebulba.args import SebulbaArgs, validate_start
-from leanrl.sebulba.collectives import SUPERVISOR_STORE
+from leanrl.sebulba.collectives import RUN, last_of_all
 from leanrl.sebulba.environments import make_pool
 from leanrl.sebulba.layout import Layout
 from leanrl.sebulba.mailbox import Stopped
@@ -25,8 +27,10 @@ from leanrl.support.run import seed_everything
 
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID")
-# The ports that SLURM jobs meet at, by job number: below those that Linux gives to outgoing connections.
+# The ports that SLURM steps meet at, by job and step: below those that Linux gives to outgoing connections.
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
+# Ports from one step of a job to the next: further than the numbers of jobs that run at the same time, as a rule.
+STEP_STRIDE = 1_009
 
 
 def start(args: SebulbaArgs, script_file: str, algorithm: Algorithm) -> None:
@@ -69,26 +73,41 @@ def start(args: SebulbaArgs, script_file: str, algorithm: Algorithm) -> None:
         run_dir = run_directory(args)
         raise bad("run_name", args.run_name, f"{run_dir} exists; continue it with --resume {run_dir}")
     first_rank = 0 if slurm is None else slurm.number * group_size
-    environ = {"WORLD_SIZE": str(len(layout.parts))}
-    store = None
+    tasks_here = 1 if slurm is None else slurm.tasks_here
+    # As torchrun does: those of all groups on this machine.
+    environ = {
+        **os.environ,
+        "WORLD_SIZE": str(len(layout.parts)),
+        "LOCAL_WORLD_SIZE": str(tasks_here * group_size),
+    }
     if slurm is not None:
         environ |= {"MASTER_ADDR": slurm.host, "MASTER_PORT": str(slurm.port)}
+        environ[RUN] = f"{slurm.step}, run {args.run_name or 'without a name'}"
     else:
-        # The supervisor holds the port from now on: one that it had only looked up could be taken before it is used.
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), SUPERVISOR_STORE: "1"}
+        store = local_store()
+        # PyTorch's own word for a store that no rank holds.
+        environ |= {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     children = [
         Child(
             part.name,
             [sys.executable, str(Path(script_file).resolve()), *sys.argv[1:]],
-            {**os.environ, **environ, "RANK": str(part.rank), "LOCAL_RANK": str(part.rank - first_rank)},
+            {**environ, "RANK": str(part.rank), "LOCAL_RANK": str(part.rank - first_rank)},
         )
         for part in layout.parts[first_rank : first_rank + group_size]
     ]
-    code = Supervisor(children, args.start_timeout, args.timeout).run()
-    del store
+    code = Supervisor(children, args.start_timeout, args.timeout, partial(last_of_all, layout, environ)).run()
     if code:
         raise SystemExit(code)
+
+
+def local_store() -> dist.TCPStore:
+    """A store that listens on loopback only, as PyTorch's do not by themselves.
+
+    The supervisor holds the port from now on: one that it had only looked up could be taken before it is used.
+    """
+    listener = socket.create_server(("127.0.0.1", 0))
+    host, port = listener.getsockname()
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _run_rank(args, script_file: str, algorithm: Algorithm, layout: Layout, device: torch.device) -> None:
@@ -137,13 +156,17 @@ class SlurmTask(NamedTuple):
     number: int
     """of this task; its group has that number"""
     num_tasks: int
+    tasks_here: int
+    """on this machine, the most of any of the step"""
+    step: str
+    """what this run has in common with no other: job, step and hosts"""
     host: str
     """where rank 0 is"""
     port: int
 
 
 def slurm_task(environ: Mapping[str, str]) -> SlurmTask:
-    """Reads SLURM's variables; MASTER_ADDR and MASTER_PORT override the first host of the step and the job's port.
+    """Reads SLURM's variables; MASTER_ADDR and MASTER_PORT override the step's first host and its port.
 
     Raises:
         UsageError: a variable is missing or makes no sense.
@@ -153,14 +176,19 @@ def slurm_task(environ: Mapping[str, str]) -> SlurmTask:
             raise UsageError(
                 f"--distributed: {name} is not set; start with srun or torchrun, or leave --distributed out"
             )
+    job, step, hosts = environ["SLURM_JOB_ID"], environ.get("SLURM_STEP_ID", "0"), environ["SLURM_STEP_NODELIST"]
     try:
         number, num_tasks = int(environ["SLURM_PROCID"]), int(environ["SLURM_NTASKS"])
-        port = int(environ.get("MASTER_PORT", FIRST_PORT + int(environ["SLURM_JOB_ID"]) % NUM_PORTS))
+        # "3(x2),1": three on each of the first two machines. Without SLURM all are on this one.
+        tasks_here = int(re.match(r"\d*", environ.get("SLURM_STEP_TASKS_PER_NODE", environ["SLURM_NTASKS"]))[0])
+        by_step = FIRST_PORT + (int(job) + STEP_STRIDE * int(step)) % NUM_PORTS
+        port = int(environ.get("MASTER_PORT", by_step))
     except ValueError as error:
         raise UsageError(f"--distributed: SLURM's variables should be numbers ({error})") from None
     if not 0 <= number < num_tasks:
         raise UsageError(f"--distributed: SLURM_PROCID {number} must be from 0 to SLURM_NTASKS - 1 = {num_tasks - 1}")
-    return SlurmTask(number, num_tasks, environ.get("MASTER_ADDR") or first_host(environ["SLURM_STEP_NODELIST"]), port)
+    host = environ.get("MASTER_ADDR") or first_host(hosts)
+    return SlurmTask(number, num_tasks, tasks_here, f"SLURM step {job}.{step} on {hosts}", host, port)
 
 
 def first_host(nodelist: str) -> str:

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -13,58 +14,47 @@ from leanrl.sebulba.collectives import Collectives
 from leanrl.sebulba.layout import Layout, Part
 from leanrl.sebulba.params import ParamsSource
 from leanrl.sebulba.pipeline import Pipeline
-from leanrl.sebulba.report import Report, Times, checksum, ended_episodes, read_reports, write_report
+from leanrl.sebulba.report import Report, Times, checksum, ended_episodes, returns_and_lengths
 from leanrl.sebulba.rollout import Rollout
+from leanrl.support.devices import synchronize_stream
 from leanrl.support.optim import FlatParameters
-from leanrl.support.run import Run, synchronize
+from leanrl.support.run import Run
 from leanrl.support.tracking import cut_metrics
 
 TIMELINE_FILE = "timeline.jsonl"
 
 
 class Iteration(NamedTuple):
-    """What every learner knows of one, once it is over."""
+    """What a learner knows of one, once it is over."""
 
     number: int
     reports: list[Report]
-    """of all learners"""
+    """of all learners, where this one leads"""
     losses: torch.Tensor
     """in the order of the algorithm's ``loss_names``"""
+    stop: bool
+    """whether any process was asked to stop"""
     is_last: bool
     """whether the run ends with it: the same for all"""
 
 
+@dataclass
 class Learner:
-    """Takes the updates of one process; all learners do the same at the same time.
+    """Takes the updates of one process; all learners do the same at the same time."""
 
-    Args:
-        layout, part: who is there, and which of them this is.
-        pipeline: fills ``shards``.
-        shards: the rollouts that ``update`` trains on.
-        update: the algorithm's.
-        optimizer: holds the parameters.
-        collectives: of this process.
-        source: of the actor threads in this process; None where there are none.
-        args: the script's.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        part: Part,
-        pipeline: Pipeline,
-        shards: Sequence[Rollout],
-        update: Update,
-        optimizer: FlatParameters,
-        collectives: Collectives,
-        source: ParamsSource | None,
-        args,
-    ) -> None:
-        self._layout, self._part = layout, part
-        self._pipeline, self._shards, self.update = pipeline, shards, update
-        self._optimizer, self._collectives, self._source = optimizer, collectives, source
-        self._args = args
-        self._num_pieces = max(len(layout.pieces_of_learner(i)) for i in range(layout.num_learners))
+    layout: Layout
+    part: Part
+    pipeline: Pipeline
+    """fills ``shards``"""
+    shards: Sequence[Rollout]
+    """what ``update`` trains on"""
+    update: Update
+    optimizer: FlatParameters
+    collectives: Collectives
+    source: ParamsSource | None
+    """of the actor threads in this process, if there are any"""
+    args: object
+    """the script's"""
 
     def iterate(self, number: int, last: int, stop_requested: Callable[[], bool]) -> Iteration:
         """Trains on rollout ``number`` and passes the new parameters on.
@@ -78,28 +68,32 @@ class Learner:
             Stopped, Stalled, PeerLost: a rollout, or another learner, does not come.
         """
         started = time.time()
-        headers = self._pipeline.exchange(number, stop=False)  # what it was asked is in its report
+        pieces = self.pipeline.exchange(number, stop=False)  # what it was asked is in its sign
         filled = time.time()
-        all_reduce = self._collectives.all_reduce_seconds
+        all_reduce = self.collectives.all_reduce_seconds
+        self.collectives.begin("update", number)
         losses = self.update.run(number)
-        synchronize(self._optimizer.params.device)
+        synchronize_stream(self.optimizer.params.device)
         updated = time.time()
-        times = Times(started, filled, updated, self._collectives.all_reduce_seconds - all_reduce)
-        check = number % self._args.checksum_frequency == 0 or number == last
-        sum_of_bits = checksum(self._optimizer.params) if check else 0
-        piece_headers = [header for _, header in headers]
-        asked_to_stop = stop_requested() or any(header.stop for header in piece_headers)
-        written = write_report(asked_to_stop, sum_of_bits, times, piece_headers, self._shards, self._num_pieces)
-        reports = read_reports(self._layout, self._collectives.gather_reports(written), self._args.num_steps)
-        for learner, report in enumerate(reports):
-            if report.checksum != reports[0].checksum:
-                names = [self._layout.learner_part(i).name for i in (learner, 0)]
+        times = Times(started, filled, updated, self.collectives.all_reduce_seconds - all_reduce)
+        self.collectives.begin("report of update", number)
+        check = number % self.args.checksum_frequency == 0 or number == last
+        asked_to_stop = stop_requested() or any(header.stop for _, header in pieces)
+        sign = (asked_to_stop, checksum(self.optimizer.params) if check else 0)
+        stops, checksums = zip(*self.collectives.gather_signs(sign), strict=True)
+        for learner, sum_of_bits in enumerate(checksums):
+            if sum_of_bits != checksums[0]:
+                names = [self.layout.learner_part(i).name for i in (learner, 0)]
                 raise RuntimeError(f"the parameters of {' and '.join(names)} differ after update {number}")
-        is_last = number == last or any(report.stop for report in reports)
-        self._collectives.send_params(self._optimizer.params, is_last)
-        if self._source is not None:
-            self._source.publish(number, self._optimizer.params)
-        return Iteration(number, reports, losses, is_last)
+        report = Report(times, pieces, ended_episodes(self.layout, self.part.learner, self.shards))
+        reports = self.collectives.gather_reports(report)
+        stop = any(stops)
+        is_last = number == last or stop
+        self.collectives.begin("parameters of update", number)
+        self.collectives.send_params(self.optimizer.params, is_last)
+        if self.source is not None:
+            self.source.publish(number, self.optimizer.params)
+        return Iteration(number, reports, losses, stop, is_last)
 
 
 class Records:
@@ -136,10 +130,10 @@ class Records:
             RuntimeError: training has diverged.
         """
         run, args = self._run, self._run.args
-        number, reports, losses, is_last = iteration
+        number, reports, losses, _, is_last = iteration
         run.global_step += self._layout.num_envs * args.num_steps
         run.optimizer_steps += self._optimizer_steps
-        run.record_episodes(*ended_episodes(reports))
+        run.record_episodes(*returns_and_lengths(reports))
         self._timeline.write(json.dumps(self._spans(number, reports)) + "\n")
         checkpoint_due = run.checkpoint_due()
         # Before a checkpoint too: a log point is where a run that has diverged ends.
@@ -169,19 +163,15 @@ class Records:
 def stats(number: int, reports: Sequence[Report]) -> dict[str, float]:
     """Seconds of the last iteration, means over the parts; and by how many updates its rollouts were behind."""
     headers = [header for report in reports for _, header in report.pieces]
-
-    def mean(values) -> float:
-        return float(np.mean(list(values)))
-
-    return {
-        "stats/rollout_time": mean(h.ended - h.started - h.params_wait for h in headers),
-        "stats/inference_time": mean(h.inference for h in headers),
-        "stats/env_step_time": mean(h.env_step for h in headers),
-        "stats/device_to_host_time": mean(h.device_to_host for h in headers),
-        "stats/params_get_time": mean(h.params_wait for h in headers),
-        "stats/queue_put_time": mean(h.queue_put for h in headers),
-        "stats/queue_get_time": mean(r.times.filled - r.times.started for r in reports),
-        "stats/update_time": mean(r.times.updated - r.times.filled for r in reports),
-        "stats/all_reduce_time": mean(r.times.all_reduce for r in reports),
-        "stats/policy_lag": mean(number - 1 - h.version for h in headers),
+    times = [report.times for report in reports]
+    values = {name: [getattr(h, name) for h in headers] for name in ("inference", "env_step", "device_to_host")}
+    values |= {
+        "rollout": [h.ended - h.started - h.params_wait for h in headers],
+        "params_get": [h.params_wait for h in headers],
+        "queue_put": [h.queue_put for h in headers],
+        "queue_get": [t.filled - t.started for t in times],
+        "update": [t.updated - t.filled for t in times],
+        "all_reduce": [t.all_reduce for t in times],
     }
+    means = {f"stats/{name}_time": float(np.mean(seconds)) for name, seconds in values.items()}
+    return {**means, "stats/policy_lag": float(np.mean([number - 1 - h.version for h in headers]))}

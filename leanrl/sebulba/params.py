@@ -1,10 +1,9 @@
 """Versions of the parameters, from the learner to the actor threads of one device."""
 
-import threading
-
 import torch
 
-from leanrl.sebulba.mailbox import Stalled, Stopped
+from leanrl.sebulba.mailbox import Closable
+from leanrl.support.devices import synchronize_stream
 
 
 def version_for(rollout: int, policy_lag: int, first_version: int = 0) -> int:
@@ -17,7 +16,7 @@ def version_for(rollout: int, policy_lag: int, first_version: int = 0) -> int:
     return max(first_version, rollout - 1 - policy_lag)
 
 
-class ParamsSource:
+class ParamsSource(Closable):
     """The last ``policy_lag + 1`` versions of the parameters, one flat vector each.
 
     As many are enough: version v + 1 is published after every thread has delivered rollout v + 1, so whatever a thread
@@ -30,13 +29,11 @@ class ParamsSource:
     """
 
     def __init__(self, params: torch.Tensor, version: int, policy_lag: int, timeout: float) -> None:
+        super().__init__(timeout)
         self._slots = [params.clone() for _ in range(policy_lag + 1)]
         self._versions: list[int | None] = [None] * (policy_lag + 1)
         self._versions[version % len(self._slots)] = version
         self._newest = version
-        self._changed = threading.Condition()
-        self._timeout = timeout
-        self._closed = False
 
     def publish(self, version: int, params: torch.Tensor) -> None:
         """Makes ``params`` [P], which is copied, available as ``version``, which must be the newest plus 1."""
@@ -45,8 +42,7 @@ class ParamsSource:
                 raise RuntimeError(f"parameters {version} published after {self._newest}")
             slot = version % len(self._slots)
             self._slots[slot].copy_(params)
-            if params.is_cuda:  # the threads that copy it work on other streams
-                torch.cuda.current_stream(params.device).synchronize()
+            synchronize_stream(params.device)  # the threads that copy it work on others
             self._versions[slot] = self._newest = version
             self._changed.notify_all()
 
@@ -59,17 +55,8 @@ class ParamsSource:
             RuntimeError: it has been overwritten, which the schedule of rollouts rules out.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: self._newest >= version or self._closed, self._timeout):
-                raise Stalled(f"waited {self._timeout:g} s for parameters {version} of the learner")
-            if self._closed:
-                raise Stopped
+            self._wait_for(lambda: self._newest >= version, f"parameters {version} of the learner")
             slot = version % len(self._slots)
             if self._versions[slot] != version:
                 raise RuntimeError(f"parameters {version} are gone, the newest are {self._newest}")
             out.copy_(self._slots[slot])
-
-    def close(self) -> None:
-        """Ends every wait, now and later."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()

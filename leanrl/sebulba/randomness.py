@@ -1,53 +1,52 @@
 """Random numbers that depend on what they are for, and on no process, thread or number of learners."""
 
-from collections.abc import Iterable
-
 import numpy as np
+import torch
 
-ACTION_NOISE, PERMUTATIONS = 0, 1
+# SplitMix64's (https://doi.org/10.1145/2660193.2660195), as signed numbers: PyTorch multiplies them modulo 2**64, too.
+INCREMENT, FACTOR_1, FACTOR_2 = (
+    factor - 2**64 for factor in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+# Numbers that an environment may draw in a run, a logarithm.
+DRAWS_BITS = 40
 
 
-class Streams:
-    """Independent streams keyed by (seed, purpose, number, iteration).
+def shard_generator(seed: int, shard: int, iteration: int) -> np.random.Generator:
+    """The stream of a shard in an iteration, found without drawing those before it.
 
-    Philox is counter-based (https://doi.org/10.1145/2063384.2063405): the key is the seed, purpose and number, and the
-    counter starts at the iteration, so that a stream is found without drawing those before it.
-
-    Args:
-        seed: of the run.
-        purpose: ACTION_NOISE or PERMUTATIONS.
+    Philox is counter-based (https://doi.org/10.1145/2063384.2063405): seed and shard are the key, and the counter
+    starts at the iteration.
     """
-
-    def __init__(self, seed: int, purpose: int) -> None:
-        self._seed, self._purpose = seed, purpose
-        # One generator that is put in its place each time: making a new one takes four times as long.
-        self._philox = np.random.Philox(0)
-        self._generator = np.random.Generator(self._philox)
-
-    def at(self, number: int, iteration: int) -> np.random.Generator:
-        """The stream of an environment or shard in an iteration; valid until the next call."""
-        self._philox.state = {
-            "bit_generator": "Philox",
-            "state": {
-                "counter": np.array([0, 0, iteration, 0], np.uint64),
-                "key": np.array([self._seed, self._purpose << 48 | number], np.uint64),
-            },
-            "buffer": np.zeros(4, np.uint64),
-            "buffer_pos": 4,
-            "has_uint32": 0,
-            "uinteger": 0,
-        }
-        return self._generator
+    key, counter = np.array([seed, shard], np.uint64), np.array([0, 0, iteration, 0], np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
 
-def gumbel_noise(streams: Streams, envs: Iterable[int], iteration: int, out: np.ndarray) -> None:
-    """Fills ``out`` [T, n, num_actions] with Gumbel(0, 1): the argmax of logits plus it samples their softmax.
+def random_bits(seed: int, numbers: torch.Tensor) -> torch.Tensor:
+    """64 random bits for each of ``numbers`` (int64): no two of them get the same."""
+    return _mix(_mix(torch.tensor(seed)) + numbers * INCREMENT)
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    x = (x ^ _shifted(x, 30)) * FACTOR_1
+    x = (x ^ _shifted(x, 27)) * FACTOR_2
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """``x >> bits`` with zeros from the left: PyTorch repeats the sign."""
+    return (x >> bits) & (2 ** (64 - bits) - 1)
+
+
+def gumbel_noise(seed: int, envs: range, steps: range, num_actions: int, device: torch.device) -> torch.Tensor:
+    """Gumbel(0, 1) [T, n, num_actions] on ``device``: the argmax of logits plus it samples their softmax.
 
     Args:
         envs: global numbers of the n environments.
+        steps: numbers of the T steps in the run: those of rollout r begin at r T.
     """
-    for column, env in enumerate(envs):
-        out[:, column] = streams.at(env, iteration).standard_exponential(out[:, column].shape, dtype=np.float32)
-    with np.errstate(divide="ignore"):  # an exponential of exactly 0 wins, as it should
-        np.log(out, out=out)
-    np.negative(out, out=out)
+    env, step, action = (torch.arange(r.start, r.stop, device=device) for r in (envs, steps, range(num_actions)))
+    draws = step.view(-1, 1, 1) * num_actions + action
+    bits = random_bits(seed, (env.view(-1, 1) << DRAWS_BITS) + draws)
+    # Never 0 or 1. In float64: where a row stands in its batch may change a logarithm by less than float32 can tell.
+    uniform = (_shifted(bits, 12) + 0.5) * 2.0**-52
+    return uniform.log_().neg_().log_().neg_().float()

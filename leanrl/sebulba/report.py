@@ -1,8 +1,9 @@
-"""What every learner reports to the others after an update: whether to stop, its times, and the episodes that ended."""
+"""What every learner reports to the one that leads after an update: its times, and the episodes that ended."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from leanrl.sebulba.layout import Layout, Piece
@@ -24,16 +25,13 @@ class Times(NamedTuple):
 
 
 class Report(NamedTuple):
-    """A learner's, read back."""
+    """A learner's."""
 
-    stop: bool
-    """whether the learner, or an actor that feeds it, was asked to stop"""
-    checksum: int
     times: Times
     pieces: list[tuple[Piece, Header]]
-    returns: torch.Tensor
-    """[T, n] of the episodes that ended with a step of its n environments, NaN elsewhere"""
-    lengths: torch.Tensor
+    """what it learned from"""
+    episodes: np.ndarray
+    """[3, E] of those that ended there, see ``ended_episodes``"""
 
 
 def checksum(params: torch.Tensor) -> int:
@@ -43,34 +41,16 @@ def checksum(params: torch.Tensor) -> int:
     return int((bits * weights).sum().item()) % CHECKSUM_RANGE
 
 
-def write_report(
-    stop: bool, sum_of_bits: int, times: Times, headers: Sequence[Header], shards: Sequence[Rollout], num_pieces: int
-) -> torch.Tensor:
-    """A vector of float64, as long for each learner: ``num_pieces`` is the largest number of pieces that one has."""
-    blank = [Header()] * (num_pieces - len(headers))
-    numbers = [float(stop), float(sum_of_bits), *times, *(x for header in (*headers, *blank) for x in header)]
-    episodes = [torch.cat([getattr(shard, name) for shard in shards], 1) for name in ("returns", "lengths")]
-    return torch.cat([torch.tensor(numbers, dtype=torch.float64), torch.stack(episodes).double().flatten().cpu()])
+def ended_episodes(layout: Layout, learner: int, shards: Sequence[Rollout]) -> np.ndarray:
+    """Episodes that ended in a learner's shards: [3, E], place (by step, then environment of all), return, length."""
+    returns, lengths = (torch.cat([getattr(shard, name) for shard in shards], 1) for name in ("returns", "lengths"))
+    steps, envs = (~returns.isnan()).nonzero(as_tuple=True)
+    places = steps * layout.num_envs + layout.shard_envs(layout.shards_of(learner).start).start + envs
+    return torch.stack([places.double(), returns[steps, envs], lengths[steps, envs]]).cpu().numpy()
 
 
-def read_reports(layout: Layout, reports: torch.Tensor, num_steps: int) -> list[Report]:
-    """What ``write_report`` wrote, one row a learner."""
-    read = []
-    for learner, row in enumerate(reports):
-        pieces = layout.pieces_of_learner(learner)
-        num_envs = layout.shards_per_learner * layout.shard_size
-        numbers, episodes = row[: -2 * num_steps * num_envs], row[-2 * num_steps * num_envs :]
-        stop, sum_of_bits, *rest = numbers.tolist()
-        width, fields = len(Times._fields), len(Header._fields)
-        headers = [Header(*rest[i : i + fields]) for i in range(width, width + fields * len(pieces), fields)]
-        returns, lengths = episodes.view(2, num_steps, num_envs)
-        piece_headers = list(zip(pieces, headers, strict=True))
-        read.append(Report(bool(stop), int(sum_of_bits), Times(*rest[:width]), piece_headers, returns, lengths))
-    return read
-
-
-def ended_episodes(reports: Sequence[Report]) -> tuple[list[float], list[float]]:
-    """Returns and lengths of the episodes that ended, by step and then environment: the same in every layout."""
-    returns, lengths = (torch.cat([getattr(r, name) for r in reports], 1) for name in ("returns", "lengths"))
-    ended = ~returns.isnan()
-    return returns[ended].tolist(), lengths[ended].tolist()
+def returns_and_lengths(reports: Sequence[Report]) -> tuple[list[float], list[float]]:
+    """Of the episodes that ended, by step and then environment: the same in every layout."""
+    episodes = np.concatenate([report.episodes for report in reports], 1)
+    _, returns, lengths = episodes[:, episodes[0].argsort()].tolist()
+    return returns, lengths

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from leanrl.sebulba.status import HEARTBEAT_SECONDS, STATUS_FD, UNDER_WAY
@@ -87,11 +87,19 @@ class Supervisor:
         start_timeout: seconds of silence after which a process counts as stuck in its start: while it imports and
             compiles, a live one may be silent, too.
         timeout: the same once it is under way, STUCK_SECONDS at most.
+        last_of_all: names the processes that the others waited for, if there are any.
     """
 
-    def __init__(self, children: Sequence[Child], start_timeout: float, timeout: float) -> None:
+    def __init__(
+        self,
+        children: Sequence[Child],
+        start_timeout: float,
+        timeout: float,
+        last_of_all: Callable[[], str] = lambda: "",
+    ) -> None:
         self._children = children
         self._start_timeout, self._timeout = start_timeout, min(timeout, STUCK_SECONDS)
+        self._last_of_all = last_of_all
         self._signals: list[int] = []
 
     def run(self) -> int:
@@ -186,8 +194,9 @@ class Supervisor:
         for failure in failures:
             if failure["kind"] == "error":
                 return failure["message"]
-        for name, number in killed.items():  # a library may abort where another process has raised an error
-            return f"{name} killed by signal {number}"
+        for name, number in killed.items():  # a library may abort where another process has raised an error, or waits
+            last = self._last_of_all()
+            return f"{name} killed by signal {number}{last and f'; {last}'}"
         # Where others have waited in vain, for one that is silent.
         if (silent := self._silent(min(SILENT_SECONDS, self._timeout) if failures else None)) is not None:
             seconds = time.monotonic() - silent.last_sign

@@ -3,6 +3,8 @@
 import dataclasses
 import hashlib
 import json
+import os
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
@@ -14,8 +16,8 @@ import torch.nn as nn
 
 from leanrl.sebulba.actor import ActorThread
 from leanrl.sebulba.algorithm import Algorithm, Shards, Update
-from leanrl.sebulba.args import SebulbaArgs, learner_threads
-from leanrl.sebulba.collectives import Collectives
+from leanrl.sebulba.args import SebulbaArgs, learner_threads, pool_threads
+from leanrl.sebulba.collectives import RUN, Collectives
 from leanrl.sebulba.environments import make_pool
 from leanrl.sebulba.layout import Layout, Part
 from leanrl.sebulba.learner import Learner, Records
@@ -25,7 +27,7 @@ from leanrl.sebulba.pipeline import Pipeline
 from leanrl.sebulba.rollout import Rollout
 from leanrl.sebulba.status import Status
 from leanrl.support.cli import RunArgs
-from leanrl.support.devices import available_cores, keep_freed_memory, set_cpu_numerics
+from leanrl.support.devices import keep_freed_memory, set_cpu_numerics
 from leanrl.support.errors import UsageError
 from leanrl.support.executables import untouched
 from leanrl.support.hub import upload_run
@@ -37,40 +39,36 @@ JOIN_SECONDS = 30
 
 
 def flags_digest(args: SebulbaArgs) -> int:
-    """A number of all flags that every process of a run must have been given alike."""
+    """A number of the run and all flags that each of its processes must have been given alike."""
     own = {field.name for field in dataclasses.fields(RunArgs)}
     shared = {name: value for name, value in dataclasses.asdict(args).items() if name not in own}
+    shared[RUN] = os.environ.get(RUN)
     return int(hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:15], 16)
 
 
+@dataclasses.dataclass
 class Worker:
     """One process of a run: actor threads, a learner, or both.
-
-    Args:
-        args: the script's, validated.
-        script_file: ``__file__`` of the script.
-        algorithm: the script's.
-        layout, part: who is there, and which of them this is.
-        device: of this process.
-        status: reports failures of the actor threads.
 
     Raises:
         UsageError: the environment is not there, or not one to learn.
     """
 
-    def __init__(
-        self,
-        args: SebulbaArgs,
-        script_file: str,
-        algorithm: Algorithm,
-        layout: Layout,
-        part: Part,
-        device: torch.device,
-        status: Status,
-    ) -> None:
-        self._args, self._script_file, self._algorithm = args, script_file, algorithm
-        self._layout, self._part, self._device, self._status = layout, part, device, status
-        self._batch_size = layout.num_envs * args.num_steps
+    args: SebulbaArgs
+    """the script's, validated"""
+    script_file: str
+    """``__file__`` of the script"""
+    algorithm: Algorithm
+    layout: Layout
+    part: Part
+    """which part of ``layout`` this process is"""
+    device: torch.device
+    status: Status
+    """reports failures of the actor threads"""
+
+    def __post_init__(self) -> None:
+        args = self.args
+        self._batch_size = self.layout.num_envs * args.num_steps
         self._last = args.total_timesteps // self._batch_size
         with closing(make_pool(args.env_id, range(1), args.seed, args.protocol)) as example:
             self._space, self._num_actions = example.single_observation_space, int(example.single_action_space.n)
@@ -78,18 +76,22 @@ class Worker:
     @torch.no_grad()
     def run(self) -> None:
         """Works to the end of the run."""
-        args, layout, part, device = self._args, self._layout, self._part, self._device
+        args, layout, part, device = self.args, self.layout, self.part, self.device
         seed_everything(args.seed)
         is_image = self._space.dtype == np.uint8
         set_cpu_numerics(learner_threads(args, layout, is_image))
         if is_image and device.type == "cpu":
             keep_freed_memory()
         agent = self._make_agent()
-        optimizer = self._algorithm.make_optimizer(agent, args)
+        optimizer = self.algorithm.make_optimizer(agent, args)
         with ExitStack() as stack:
             # Before the rendezvous: a run directory that exists is refused at once.
             total_steps = self._last * self._batch_size
-            run = Run(args, self._script_file, device, total_steps) if part.learner == 0 else None
+            run = Run(args, self.script_file, device, total_steps) if part.learner == 0 else None
+            every = args.checkpoint_every
+            if run is not None and every is not None and every < self._batch_size:
+                reason = f"less than the {self._batch_size} steps of an update: every update will be saved"
+                print(f"warning: --checkpoint-every {every}: {reason}", file=sys.stderr, flush=True)
             collectives = Collectives(layout, part, device, args)
             # Not after an error: NCCL would wait for the others to close their end.
             stack.push(lambda kind, *_: collectives.close() if kind is None else None)
@@ -106,7 +108,7 @@ class Worker:
             if run is not None:
                 stack.enter_context(run)
             with run.warmup(errors_end=True) if run is not None else nullcontext():
-                with self._status.warm_up_within(args.start_timeout):
+                with self.status.warm_up_within(args.start_timeout):
                     for thread in threads:
                         thread.warm_up()
                     update = self._make_update(agent, optimizer, shards, collectives) if learns else None
@@ -115,8 +117,8 @@ class Worker:
             stop_threads = partial(_stop_threads, threads, source)
             stack.callback(stop_threads)
             # Told first: ending the threads, and a process group that is broken, may take a while.
-            stack.push(_reporter(self._status))
-            self._status.tell_under_way()
+            stack.push(_reporter(self.status))
+            self.status.tell_under_way()
             for thread in threads:
                 thread.start()
 
@@ -125,6 +127,7 @@ class Worker:
                 for number in numbers:
                     # Rollouts out, parameters in.
                     pipeline.exchange(number, stop.requested)
+                    collectives.begin("parameters of update", number)
                     if collectives.receive_params(optimizer.params):
                         break
                     source.publish(number, optimizer.params)
@@ -140,7 +143,7 @@ class Worker:
                 self._lead(run, learner, agent, optimizer, numbers, stop_threads)
 
     def _make_agent(self) -> nn.Module:
-        return self._algorithm.make_agent(self._space, self._num_actions, self._args).to(self._device)
+        return self.algorithm.make_agent(self._space, self._num_actions, self.args).to(self.device)
 
     def _share_start(
         self, run: Run | None, agent: nn.Module, optimizer: FlatParameters, collectives: Collectives
@@ -153,33 +156,31 @@ class Worker:
         if run is not None and run.resumed is not None:
             agent.load_state_dict(run.resumed["agent"])
             optimizer.load_state_dict(run.resumed["optimizer"])
-        digest = flags_digest(self._args)
+        digest = flags_digest(self.args)
         facts = torch.tensor([run.global_step if run is not None else 0, digest])
         collectives.broadcast([*optimizer.tensors(), facts])
         start, digest_of_lead = facts.tolist()
         if digest != digest_of_lead:
-            lead = self._layout.learner_part(0)
-            raise UsageError(f"{self._part.name} was started with other flags than {lead.name}")
+            lead = self.layout.learner_part(0)
+            raise UsageError(f"{self.part.name} was started with other flags than {lead.name}")
         return start
 
     def _make_threads(self, source: ParamsSource, start: int) -> list[ActorThread]:
         """The actor threads of this process; the run is taken up at step ``start``."""
-        args, layout, actor = self._args, self._layout, self._part.actor
-        # Threads of environments are shared by the actor threads of this machine, as far as it is known.
-        num_pools = len(layout.actor_device_ids) * layout.num_actor_threads
-        env_threads = args.env_threads or max(1, available_cores() // num_pools)
+        args, layout, actor = self.args, self.layout, self.part.actor
+        num_threads = pool_threads(args, layout)
         return [
             ActorThread(
                 layout.thread_name(actor, index),
                 layout.pieces_of_thread(actor, index),
-                make_pool(args.env_id, layout.thread_envs(actor, index), args.seed, args.protocol, env_threads, start),
+                make_pool(args.env_id, layout.thread_envs(actor, index), args.seed, args.protocol, num_threads, start),
                 self._make_agent(),
                 source,
                 args,
-                self._device,
+                self.device,
                 start // self._batch_size,
                 self._last,
-                self._status.fail_in_thread,
+                self.status.fail_in_thread,
             )
             for index in range(layout.num_actor_threads)
         ]
@@ -188,18 +189,18 @@ class Worker:
         """What the learner of this process trains on."""
         dtype, shape = torch.from_numpy(self._space.sample()).dtype, self._space.shape
         return [
-            Rollout.allocate(self._args.num_steps, self._layout.shard_size, shape, dtype, self._device)
-            for _ in self._layout.shards_of(self._part.learner)
+            Rollout.allocate(self.args.num_steps, self.layout.shard_size, shape, dtype, self.device)
+            for _ in self.layout.shards_of(self.part.learner)
         ]
 
     def _make_update(
         self, agent: nn.Module, optimizer: FlatParameters, rollouts: list[Rollout], collectives: Collectives
     ) -> Update:
         """The algorithm's update, compiled and captured."""
-        numbers = self._layout.shards_of(self._part.learner)
-        shards = Shards(numbers, rollouts, self._layout.num_shards, collectives.sum_over_shards)
-        update = self._algorithm.make_update(agent, optimizer, shards, self._args, self._device)
-        with untouched(optimizer.tensors(), self._device):
+        numbers = self.layout.shards_of(self.part.learner)
+        shards = Shards(numbers, rollouts, self.layout.num_shards, collectives.sum_over_shards)
+        update = self.algorithm.make_update(agent, optimizer, shards, self.args, self.device)
+        with untouched(optimizer.tensors(), self.device):
             update.warm_up()
         return update
 
@@ -213,12 +214,12 @@ class Worker:
         stop_threads: Callable[[], None],
     ) -> None:
         """Takes the updates ``numbers`` and keeps the run directory."""
-        args = self._args
+        args = self.args
 
         def state_dict() -> dict:
             return {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
 
-        records = Records(run, self._layout, learner.update.num_steps, self._algorithm.loss_names, state_dict)
+        records = Records(run, self.layout, learner.update.num_steps, self.algorithm.loss_names, state_dict)
         enough = False
 
         def stop_requested() -> bool:
@@ -234,14 +235,14 @@ class Worker:
                 iteration = learner.iterate(number, self._last, stop_requested)
                 records.add(iteration, optimizer)
                 if iteration.is_last:
-                    if any(report.stop for report in iteration.reports) and not enough:
+                    if iteration.stop and not enough:
                         run.request_stop()  # the signal may have reached another process only
                     break
         finally:
             records.close()
         # After an early stop the threads wait for what never comes: a stall, if saving takes long.
         stop_threads()
-        network = {name: getattr(args, name) for name in self._algorithm.network_flags}
+        network = {name: getattr(args, name) for name in self.algorithm.network_flags}
         run.finish(state_dict(), model={"agent": agent.state_dict(), "network": network})
         if args.upload_model:
             print(f"model: {upload_run(run.dir, args.hf_entity)}", flush=True)

@@ -89,6 +89,12 @@ def update_threads(requested: int | None, minibatch_size: int) -> int:
     return requested or (1 if minibatch_size < 1024 else available_cores())
 
 
+def synchronize_stream(device: torch.device) -> None:
+    """Waits for what this thread's stream of ``device`` was given; other threads' streams may go on."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 def available_cores() -> int:
     """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

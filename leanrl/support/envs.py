@@ -17,7 +17,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from leanrl.support.episodes import EpisodeStatistics
-from leanrl.support.errors import UsageError, bad
+from leanrl.support.errors import UsageError, bad, pip_command
 from leanrl.support.simulators import env_state, set_env_state
 
 EnvBackend = Literal["gymnasium", "envpool"]
@@ -205,7 +205,7 @@ def make_env(env_id: str, **kwargs) -> gym.Env:
         if env_id not in gym.registry:
             hint = near_names(env_id, gym.registry)
             raise bad("env_id", env_id, f"is not a Gymnasium environment{hint}") from None
-        remedy = "; pip install -r requirements/requirements-mujoco.txt" if "MuJoCo is not" in str(error) else ""
+        remedy = f"; {pip_command('mujoco')}" if "MuJoCo is not" in str(error) else ""
         raise bad("env_id", env_id, f"cannot be made here ({error}){remedy}") from None
     if isinstance(env.observation_space, gym.spaces.Dict | gym.spaces.Tuple):
         env = gym.wrappers.FlattenObservation(env)
@@ -217,8 +217,7 @@ def require_envpool(what: str):
     try:
         import envpool
     except ImportError as error:
-        remedy = "pip install -r requirements/requirements-envpool.txt"
-        raise UsageError(f"{what}: the package is missing ({error}); {remedy}") from None
+        raise UsageError(f"{what}: the package is missing ({error}); {pip_command('envpool')}") from None
     return envpool
 
 

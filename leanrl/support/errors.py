@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import sys
 
 
 class UsageError(Exception):
@@ -21,6 +22,11 @@ def typed(value) -> str:
 def bad(name: str, value, remedy: str) -> UsageError:
     """The error for field ``name``: ``--num-envs 0: must be at least 1``."""
     return UsageError(f"{flag(name)} {typed(value)}: {remedy}")
+
+
+def pip_command(group: str, *flags: str) -> str:
+    """The command that installs a group of ``requirements/`` for this Python: ``mujoco``, ``envpool``, ``hub`` ..."""
+    return " ".join([sys.executable, "-m pip install", *flags, f"-r requirements/requirements-{group}.txt"])
 
 
 def require_at_least(args, minimum: float, *names: str) -> None:

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from leanrl.support.errors import UsageError
+from leanrl.support.errors import UsageError, pip_command
 
 UPLOADED = ("model.pt", "args.json", "summary.json", "metrics.jsonl")
 
@@ -13,8 +13,7 @@ def require_hub() -> None:
     try:
         import huggingface_hub
     except ImportError:
-        remedy = "pip install -r requirements/requirements-hub.txt"
-        raise UsageError(f"--upload-model: the package huggingface_hub is missing; {remedy}") from None
+        raise UsageError(f"--upload-model: the package huggingface_hub is missing; {pip_command('hub')}") from None
     if huggingface_hub.get_token() is None:
         raise UsageError(
             "--upload-model: nobody is logged in to the Hugging Face Hub; run `hf auth login` or set HF_TOKEN"

@@ -22,25 +22,21 @@ from leanrl.support.devices import resolve_device
 from leanrl.support.envs import near_names
 from leanrl.support.errors import bad, require_at_least
 from leanrl.support.run import write_json_atomically
-from leanrl.tools.ablate_dqn import DQN
-from leanrl.tools.ablate_eager import EAGER
-from leanrl.tools.ablate_ppo import PPO, STARTUP
-from leanrl.tools.ablate_ppo_atari import ATARI
-from leanrl.tools.ablate_sac import SAC
-from leanrl.tools.ablate_td3 import REPLAY, TD3
-from leanrl.tools.ablation import CPU, measure
+from leanrl.tools.ablate_rows import ATARI, DQN, EAGER, PPO, REPLAY, SAC, STARTUP, TD3
+from leanrl.tools.ablation import CPU, Row, measure
 from leanrl.tools.common import benchmark_record, describe_machine, markdown_table, results_folder, run_tool
 from leanrl.tools.trials import require_distinct
 
+# Their rows, and for the title of the table what a thing is that is timed.
 GROUPS = {
-    "ppo": PPO,
-    "startup": STARTUP,
-    "td3": TD3,
-    "replay": REPLAY,
-    "sac": SAC,
-    "dqn": DQN,
-    "atari": ATARI,
-    "eager": EAGER,
+    "ppo": (PPO, "PPO, HalfCheetah-v5: an update is one minibatch, GAE is one rollout, all else one environment step"),
+    "startup": (STARTUP, "PPO, HalfCheetah-v5: from the start of a run until it has compiled"),
+    "td3": (TD3, "TD3, HalfCheetah-v5: one environment step with an update, every second one of the actor too"),
+    "replay": (REPLAY, "The replay of TD3 and SAC, 1,000,000 transitions: one environment step"),
+    "sac": (SAC, "SAC, HalfCheetah-v5: one environment step with an update, every second one of the actor too"),
+    "dqn": (DQN, "DQN, CartPole-v1: transitions are those of ten environment steps, with their update"),
+    "atari": (ATARI, "PPO, Breakout-v5: an update is one minibatch, GAE is one rollout, training one environment step"),
+    "eager": (EAGER, "Advice for eager code: one environment step of HalfCheetah-v5, of TD3's with an update"),
 }
 
 
@@ -56,48 +52,38 @@ class Args:
     """folder for the results; by default RUNS_DIR/ablate/TIME"""
 
 
-def expand(names: Sequence[str]) -> dict[str, str]:
+def expand(names: Sequence[str]) -> list[tuple[str, Row]]:
     """The rows that are named, by themselves or by their groups, with the group of each; UsageError for any other."""
-    groups = {row: group for group in GROUPS for row in GROUPS[group].rows}
-    known = list(dict.fromkeys([*GROUPS, *groups]))
-    found = {}
+    rows = [(group, row) for group, (rows, _) in GROUPS.items() for row in rows]
+    known = list(dict.fromkeys([*GROUPS, *(row.name for _, row in rows)]))
     for name in names:
         if name not in known:
             raise bad("rows", name, f"no such row{near_names(name, known) or '; there are ' + ', '.join(known)}")
-        found |= {row: groups[row] for row in (GROUPS[name].rows if name in GROUPS else [name])}
-    return found
+    return list(dict.fromkeys(pair for name in names for pair in rows if name in (pair[0], pair[1].name)))
 
 
 def render(lines: Sequence[dict]) -> str:
-    """Markdown: for each group a table of what is paid all the time, one of what is paid once, and facts."""
-    groups = {line["group"]: GROUPS[line["group"]] for line in lines}
+    """Markdown: a table for each group, of what is paid all the time or once, when a run starts; and facts."""
     parts = []
-    for name, group in groups.items():
-        running, once, facts = [], [], []
-        for line in (line for line in lines if line["group"] == name):
-            saved, gain = line["seconds_saved_per_env_step"], (f"{line['gain']:.2f}x", range_of_gains(line))
-            both = line["seconds_without"], line["seconds_with"]
-            if saved is None:
-                once.append((line["trick"], *(f"{seconds:.1f}" for seconds in both), *gain))
-            else:
-                running.append((line["trick"], *(f"{1e6 * s:,.1f}" for s in both), *gain, f"{1e6 * saved:,.1f}"))
-            facts += [line["facts"]] if line["facts"] else []
-        tables = [
-            (("trick", "without (µs)", "with (µs)", "gain", "range", "saved per environment step (µs)"), running),
-            (("trick", "without (s)", "with (s)", "gain", "range"), once),
-        ]
-        parts += [f"{group.title}:", *(markdown_table(header, cells) for header, cells in tables if cells)]
-        parts += [text for text in (group.legend, *facts) if text]
-    parts.append(
-        "Medians. Gains and savings are taken between samples that followed each other, and range over what is given."
-    )
+    for group in dict.fromkeys(line["group"] for line in lines):
+        chosen = [line for line in lines if line["group"] == group]
+        header = ("trick", "without (µs)", "with (µs)", "gain", "range", "saved per environment step (µs)")
+        if chosen[0]["seconds_saved_per_env_step"] is None:
+            header = ("trick", "without (s)", "with (s)", "gain", "range")
+        parts += [f"{GROUPS[group][1]}.", markdown_table(header, list(map(cells, chosen)))]
+        parts += [line["facts"] for line in chosen if line["facts"]]
+    parts += ["Medians. Gains and savings are taken between samples that followed each other; their range is given."]
     return "\n\n".join(parts)
 
 
-def range_of_gains(line: dict) -> str:
-    """The least and the largest gain of a turn: a trick whose range spans 1 is not known to gain anything."""
+def cells(line: dict) -> tuple[str, ...]:
+    """A line of the table. A trick whose range of gains spans 1 is not known to gain anything."""
     gains = [turn["without"] / turn["with"] for turn in line["seconds_per_sample"]]
-    return f"{min(gains):.2f} to {max(gains):.2f}"
+    gain = f"{line['gain']:.2f}x", f"{min(gains):.2f} to {max(gains):.2f}"
+    both, saved = (line["seconds_without"], line["seconds_with"]), line["seconds_saved_per_env_step"]
+    if saved is None:
+        return line["trick"], *(f"{seconds:.1f}" for seconds in both), *gain
+    return line["trick"], *(f"{1e6 * seconds:,.1f}" for seconds in both), *gain, f"{1e6 * saved:,.1f}"
 
 
 def main(args: Args) -> int:
@@ -110,25 +96,22 @@ def main(args: Args) -> int:
     out = results_folder(args, "ablate")
 
     lines, failures, interrupted = [], {}, False
-    with tqdm(rows.items(), unit="row", disable=None) as progress:
-        for name, group in progress:
+    with tqdm(rows, unit="row", disable=None) as progress:
+        for group, row in progress:
             # Rows compile the same functions anew, more often than one program may.
             torch._dynamo.reset()
             try:
-                for line in GROUPS[group].rows[name]():
-                    measured = measure(line, args.repeats, progress.set_postfix_str)
-                    lines.append({"group": group, "row": name, **measured})
-                    progress.write("{trick}: {gain:.2f}x".format(**lines[-1]))
+                lines.append({"group": group, "row": row.name, **measure(row, args.repeats, progress.set_postfix_str)})
+                progress.write("{trick}: {gain:.2f}x".format(**lines[-1]))
             except Exception as error:
-                failures[name] = traceback.format_exc()
-                progress.write(f"{name}: failed ({' '.join(str(error).split())[:300]})", file=sys.stderr)
+                failures[row.name] = traceback.format_exc()
+                progress.write(f"{row.name}: failed ({' '.join(str(error).split())[:300]})", file=sys.stderr)
             except KeyboardInterrupt:
                 if not lines:
                     raise
+                progress.write("interrupted: the results so far", file=sys.stderr)
                 interrupted = True
                 break
-    if interrupted:
-        print("interrupted: the results so far", file=sys.stderr)
 
     record = {**benchmark_record("ablate", CPU), "repeats": args.repeats, "rows": lines, "failures": failures}
     text = f"{describe_machine(record['machine'])}\n\n{render(lines)}"

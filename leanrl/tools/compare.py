@@ -20,11 +20,13 @@ import itertools
 import math
 import statistics
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Annotated
 
 import numpy as np
+import torch
 import tyro
 
 from leanrl.support.envs import near_names
@@ -70,7 +72,7 @@ LINEAR_RANGE = 20
 class Args:
     contenders: tuple[str, ...] = ("ppo_continuous_action", "ppo_continuous_action_torchcompile")
     """SCRIPT[:MODE] or PEER each; MODE is eager, compile, cudagraphs, compile+one-graph ..., by default all of this
-    machine; PEER is sb3:PPO, sb3:PPO-Atari, sb3:SAC, sb3:TD3, sb3:DQN, or the same of sbx (but for Atari)"""
+    machine; PEER is sb3:PPO, sb3:PPO-Atari, sb3:SAC, sb3:TD3, sb3:DQN, the same of sbx (but for Atari), rl_games:PPO"""
     sweep: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FLAG VALUES")] = ()
     """a flag without dashes, and the numbers that it takes in turn, as in `num-envs 1 4 16`"""
     seeds: tuple[int, ...] = (1,)
@@ -104,20 +106,8 @@ def main(args: Args) -> int:
     out = results_folder(args, "compare")
 
     trials = run_trials([*itertools.chain(*points.values())], args.seeds, out / "runs")
-
-    peers = filter(None, (peer_of(contender.label) for contender in contenders))
-    packages = {package for peer in peers for package in PACKAGES[PEERS[peer].module]}
-    record = {
-        **benchmark_record("compare", device, sorted(packages)),
-        "sweep": flag,
-        "rows": [
-            {"value": value, **row}
-            for value, group in points.items()
-            for row in summarize(trials, [contender.label for contender in group])
-        ],
-        "runs": [asdict(trial) for trial in trials],
-    }
-    write_results(out, "compare", record, f"{title(record)}\n\n{render_table(record['rows'], flag)}", draw(record))
+    labels = {value: [contender.label for contender in group] for value, group in points.items()}
+    write(out, make_record("compare", trials, labels, device, flag))
     return exit_code(trials)
 
 
@@ -166,6 +156,27 @@ def lines_of(rows: Sequence[dict], flag: str) -> dict[str, dict[str, dict]]:
 # ------------------------------------------------------------------------------------------------------------ RESULTS
 
 
+def make_record(
+    tool: str,
+    trials: Sequence[Trial],
+    labels: Mapping[str | None, Sequence[str]],
+    device: torch.device,
+    sweep: str | None = None,
+) -> dict:
+    """What the JSON holds, of ``labels`` by the value of the flag ``sweep``, or by None without."""
+    peers = filter(None, map(peer_of, itertools.chain(*labels.values())))
+    packages = {package for peer in peers for package in PACKAGES[PEERS[peer].module]}
+    rows = [{"value": value, **row} for value, group in labels.items() for row in summarize(trials, group)]
+    record = benchmark_record(tool, device, sorted(packages))
+    return {**record, "sweep": sweep, "rows": rows, "runs": [asdict(trial) for trial in trials]}
+
+
+def write(out: Path, record: dict) -> None:
+    """Leaves a record's JSON, table and picture in ``out``, and prints the table."""
+    text = f"{title(record)}\n\n{render_table(record['rows'], record['sweep'])}"
+    write_results(out, "compare", record, text, draw(record))
+
+
 def summarize(trials: Sequence[Trial], labels: Sequence[str]) -> list[dict]:
     """One row a contender: what was measured in each of its runs that did not fail, and why the others did.
 
@@ -205,7 +216,7 @@ def summarize(trials: Sequence[Trial], labels: Sequence[str]) -> list[dict]:
 
 def return_at(trial: Trial, step: int) -> float | None:
     """The mean return of a run's last 100 training episodes, or of all so far, at ``step``; None before the first."""
-    return last_episodes(points_until(trial, step), or_fewer=True)
+    return last_episodes(points_until(trial, step))
 
 
 def points_until(trial: Trial, step: float) -> list[dict]:

@@ -1,423 +1,442 @@
-"""Checks the CUDA paths on this machine's GPU, measures every script in every mode there, or trains in chunks.
+"""Checks the CUDA paths on this machine's GPU, and measures every script there in every mode.
 
-In --seconds altogether: first what graphs must do, and that every mode of every script trains as its eager mode does;
-then the speed of each mode beside the eager reference, in turn; then where the time of a step goes. Results are written
-after every run, so that nothing is lost where the time ends, and a call with the same --out goes on with what is
-missing there. With --learn instead: learning runs, which the next call takes up where this one has stopped them.
+First the tests of what CUDA graphs must do, and that every mode of every script trains as its eager mode does. Then
+speeds, one run at a time, what counts most first; they become the table, picture and JSON of `leanrl.tools.compare`, a
+folder for each algorithm. What does not fit into --seconds is left out and counted: the same call with the same --out
+goes on there.
 
-    python -m leanrl.tools.gpu
-    python -m leanrl.tools.gpu --algorithms sac td3 --rounds 2 --out runs/h200
-    python -m leanrl.tools.gpu --algorithms ppo_atari --rounds 2 --out runs/h200
-    python -m leanrl.tools.gpu --learn --learning pong breakout --seeds 1 2 3 --max-seconds 540
+With --leanrl, LeanRL's own script runs beside ours as it is, with --compile --cudagraphs, in FOLDER/.venv where there
+is one. Its speed is the last "... sps" that it prints, the steps per second since its burn-in (PPO on Atari: of its
+last ten iterations).
+
+    python -m leanrl.tools.gpu --out runs/h200
+    python -m leanrl.tools.gpu --out runs/h200 --algorithms sac td3 --rounds 2 --leanrl ../LeanRL
 """
 
-import functools
+# What ./run.sh installs for it, beside what everything needs:
+# requires: dev
+
 import math
 import os
-import statistics
+import re
 import sys
-import threading
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
+from torch.utils._pytree import tree_leaves
 
-from leanrl.support.errors import UsageError, require_at_least
+from leanrl.sebulba.args import SebulbaArgs
+from leanrl.support.checkpoints import list_checkpoints, load_checkpoint
+from leanrl.support.devices import available_cores
+from leanrl.support.errors import UsageError, bad, require_at_least
 from leanrl.support.run import write_json_atomically
-from leanrl.tools import compare, profile
-from leanrl.tools.common import (
-    COLORS,
-    benchmark_record,
-    clean,
-    describe_machine,
-    fresh_folder,
-    markdown_table,
-    new_figure,
-    results_folder,
-    run_tool,
-)
-from leanrl.tools.gpu_equality import check, graph_checks, training_checks
-from leanrl.tools.gpu_learn import Learning, learn
-from leanrl.tools.gpu_plans import PLANS, Algorithm, Plan, contenders_with_bf16, is_fastest
+from leanrl.tools import compare
+from leanrl.tools.common import benchmark_record, results_folder, run_tool
 from leanrl.tools.trials import (
+    REPOSITORY,
     Contender,
     Deadline,
     Trial,
     contenders_of,
-    parse_entry,
+    end_of,
     read_json,
     require_distinct,
+    run_child,
     run_trial,
 )
 
-# The share of --seconds that the checks may take; what is kept for the parts at the end, and what one of them may take.
-CHECK_SHARE, PARTS_SECONDS, PART_SECONDS = 0.4, 110.0, 35.0
-PART_STEPS, ATARI_PART_STEPS = 500, 10_240
-LOAD_SECONDS = 0.2
+Name = Literal["sac", "td3", "ppo", "ppo_atari", "cleanba_ppo", "cleanba_impala", "dqn", "pqn"]
+
+# What the checks may take of --seconds.
+CHECK_SHARE = 0.4
+# A measured run trains for so long after its warm-up; with less time than RUN_SECONDS left, none is begun.
+TRAINING_SECONDS, RUN_SECONDS = 10.0, 45.0
+
+TESTS = "tests/test_cudagraphs.py"
+# For the checked runs: PyTorch's convolutions otherwise round float32 to 10 bits, each way of computing them otherwise.
+NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}
+# How far a mode's parameters may be from eager's after the checked updates, in parts of the way that those have gone.
+TOLERANCE = 0.05
+# What is compared for that, by its name in a checkpoint.
+NETWORKS = ("agent", "actor", "critics", "log_alpha", "q_network")
+
+UPSTREAM = "leanrl:"
+"""Labels of LeanRL's own scripts begin with it."""
 
 
 @dataclass
 class Args:
-    algorithms: tuple[Algorithm, ...] = tuple(PLANS)
-    """what is checked and measured, in this order"""
+    algorithms: tuple[Name, ...] = ("sac", "td3", "ppo", "ppo_atari", "cleanba_ppo", "cleanba_impala", "dqn", "pqn")
+    """what is checked and measured"""
     seconds: float = 500.0
-    """time limit of the checks and measurements together"""
+    """time limit of the call"""
     rounds: int = 3
-    """measurements of each mode at most; as many as --seconds leaves time for"""
-    learn: bool = False
-    """train instead"""
-    learning: tuple[Learning, ...] = ("pong", "breakout", "sac", "td3")
-    """of --learn: PPO on Pong until 18 and on Breakout for 4 million steps, SAC and TD3 on HalfCheetah for a million"""
-    seeds: tuple[int, ...] = (1,)
-    """of --learn: every task with the first of them, then every task with the next"""
-    at_once: int = 3
-    """of --learn: runs that share the GPU"""
-    max_seconds: float = 480.0
-    """of --learn: after this many seconds the runs checkpoint and stop; the same call again continues them"""
+    """measurements of each mode"""
+    leanrl: str | None = None
+    """folder of a checkout of LeanRL, whose scripts are measured too"""
     runs_dir: str = "runs"
-    """folder of the run directories, in RUNS_DIR/gpu"""
+    """folder of the default --out"""
     out: str | None = None
-    """folder for the results, by default RUNS_DIR/gpu/TIME; what it has of this commit and GPU is not measured again"""
+    """folder for the results, by default RUNS_DIR/gpu/TIME; what it has of this commit and GPU is not done again"""
+
+
+# -------------------------------------------------------------------------------------------------------- ALGORITHMS
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """How the scripts of one algorithm are checked and measured."""
+
+    reference: str | None
+    """the eager script; None where that is a mode of the fast one"""
+    fast: tuple[str, ...]
+    """SCRIPT[:MODE] each, or every mode of a SCRIPT; the first of them is what the others must train as"""
+    check_flags: tuple[str, ...]
+    """of a run so short that rounding does not grow into other episodes; it leaves two checkpoints"""
+    flags: tuple[str, ...] = ()
+    """of a measured run"""
+    upstream_flags: tuple[str, ...] = ()
+    """of LeanRL's own fast script; it is not measured without"""
+
+
+def off_policy(script: str, *check_flags: str, flags: tuple[str, ...] = ()) -> Algorithm:
+    """SAC's, TD3's and DQN's."""
+    learning = "--learning-starts=1000"
+    # LeanRL's burn-in of 3 steps would leave the capture of its graphs in the speed.
+    upstream_flags = (learning, "--measure-burnin=500", "--total-timesteps=10000")
+    check_flags = (learning, "--checkpoint-every=1000", *check_flags)
+    return Algorithm(script, (f"{script}_torchcompile",), check_flags, (learning, *flags), upstream_flags)
+
+
+# Two rollouts, with four updates each. The optimisers' first steps are as long in directions in which the gradient is
+# only rounding; with the scripts' own learning rates they can lead to other actions in the second rollout (IMPALA on a
+# CPU, compiled beside eager: 6e-2 of the way, and 3e-5 with this one).
+GAMES_CHECK = ("--learning-rate=1e-5",)
+
+
+def cleanba(script: str, num_steps: int, *check_flags: str) -> Algorithm:
+    """A distributed script's, actor threads and learner on one GPU; ``num_steps`` is its default."""
+    batch_size = SebulbaArgs.local_num_envs * SebulbaArgs.num_actor_threads * num_steps
+    check_flags = (*check_flags, f"--checkpoint-every={batch_size}", f"--total-timesteps={2 * batch_size}")
+    return Algorithm(None, (script, f"{script}:compile+cudagraphs --amp bf16"), (*GAMES_CHECK, *check_flags))
+
+
+ATARI = "ppo_atari_envpool_torchcompile"
+ALGORITHMS: dict[Name, Algorithm] = {
+    # Forty updates: between a compiled run and an eager one on a CPU rounding has grown to 2e-4 (TD3) and 2e-3 (SAC) of
+    # the way by then, and to 3e-2 by the hundredth: each action leads HalfCheetah a little further apart.
+    "sac": off_policy("sac_continuous_action", "--total-timesteps=1040"),
+    "td3": off_policy("td3_continuous_action", "--total-timesteps=1040"),
+    "ppo": Algorithm(
+        "ppo_continuous_action",
+        ("ppo_continuous_action_torchcompile",),
+        # Pendulum's motion is smooth: rounding stays rounding. HalfCheetah's would not in so many steps.
+        (
+            *("--env-id=Pendulum-v1", "--num-steps=64", "--num-minibatches=1"),
+            *("--checkpoint-every=64", "--total-timesteps=192"),
+        ),
+        upstream_flags=("--total-timesteps=20480",),
+    ),
+    "ppo_atari": Algorithm(
+        "ppo_atari_envpool",
+        (ATARI, f"{ATARI}:compile+one-graph --amp bf16"),
+        (*GAMES_CHECK, "--update-epochs=1", "--checkpoint-every=1024", "--total-timesteps=2048"),
+        upstream_flags=("--total-timesteps=40960",),
+    ),
+    "cleanba_ppo": cleanba("cleanba_ppo", 128, "--update-epochs=1"),
+    "cleanba_impala": cleanba("cleanba_impala", 20),
+    # Checked with hardly any greedy actions, as one that is decided by rounding would lead elsewhere; measured on the
+    # way to them.
+    "dqn": off_policy(
+        "dqn", "--total-timesteps=2000", "--exploration-fraction=100", flags=("--total-timesteps=60000",)
+    ),
+    # As DQN's. Eight updates.
+    "pqn": Algorithm(
+        "pqn",
+        ("pqn_torchcompile",),
+        (
+            *("--num-steps=64", "--num-minibatches=1", "--exploration-fraction=100"),
+            *("--checkpoint-every=256", "--total-timesteps=512"),
+        ),
+        flags=("--total-timesteps=122880",),
+    ),
+}
+
+
+def checked_contenders(name: Name, device: torch.device) -> list[Contender]:
+    """The eager mode of the fast script, then those that must train as it does."""
+    return contenders_of(ALGORITHMS[name].fast, "algorithms", device, ALGORITHMS[name].check_flags)
+
+
+def measured_contenders(name: Name, device: torch.device, leanrl: str | None = None) -> list[Contender]:
+    """LeanRL's own script, where its folder is given, then our reference and every mode of the fast script.
+
+    Raises:
+        UsageError: there is no such script in the folder.
+    """
+    algorithm = ALGORITHMS[name]
+    flags = ["--total-timesteps=1000000", f"--max-seconds={TRAINING_SECONDS}", *algorithm.flags]
+    entries = [*filter(None, [algorithm.reference]), *algorithm.fast]
+    contenders = contenders_of(entries, "algorithms", device, flags)
+    if leanrl is not None and algorithm.upstream_flags:
+        folder, script = Path(leanrl), algorithm.fast[0].partition(":")[0]
+        path, python = folder / "leanrl" / f"{script}.py", folder / ".venv" / "bin" / "python"
+        if not path.exists():
+            raise bad("leanrl", leanrl, f"has no leanrl/{script}.py; name the folder of a checkout of LeanRL")
+        levers = ("--compile", "--cudagraphs")
+        command = (str(python) if python.exists() else sys.executable, str(path), *levers, *algorithm.upstream_flags)
+        contenders.insert(0, Contender(" ".join([UPSTREAM + script, *levers]), command))
+    return contenders
+
+
+def counts_most(contender: Contender) -> bool:
+    """Whether a contender comes before others: the plainest of an algorithm, and those with all that makes it fast."""
+    plain = "--" not in contender.label and "_torchcompile" not in contender.label
+    return plain or any(f"--compile {graphs}" in contender.label for graphs in ("--cudagraphs", "--one-graph"))
+
+
+# -------------------------------------------------------------------------------------------------------------- MAIN
 
 
 def main(args: Args) -> int:
-    require_distinct(args, "algorithms", "learning", "seeds")
-    require_at_least(args, 1, "rounds", "seconds", "at_once", "max_seconds")
+    require_distinct(args, "algorithms")
+    require_at_least(args, 1, "rounds", "seconds")
     if not torch.cuda.is_available():
         raise UsageError("this tool needs a CUDA device, and this machine has none; `compare` measures on a CPU")
-    device = torch.device("cuda", 0)
-    out = results_folder(args, "gpu")
-    runs_dir = fresh_folder(args.runs_dir, "gpu") if args.out else out
     # Several compile at once here, each with workers of its own.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
-    if args.learn:
-        runs_dir = Path(args.runs_dir) / "gpu" / "learn"
-        return learn(args.learning, args.seeds, args.at_once, args.max_seconds, device, runs_dir, out)
+    return examine(args, torch.device("cuda", 0))
 
-    plans = [PLANS[name] for name in args.algorithms]
-    results = Results(out, device, list(PLANS.values()))
-    results.take_up(plans)
+
+def examine(args: Args, device: torch.device) -> int:
+    """Checks and measures; the exit code, 1 where a check or a run has failed, in this call or an earlier one."""
+    contenders = {name: measured_contenders(name, device, args.leanrl) for name in args.algorithms}
+    out = results_folder(args, "gpu")
+    checks = earlier_checks(out, device)
+    write_checks(out, device, checks)
     end = Deadline.within(args.seconds)
-    print("checks: what graphs must do, and every mode against eager", flush=True)
+    left = 0
+    passed = {name for name, row in checks.items() if row["passed"]}
     end_of_checks = Deadline(end.at - (1 - CHECK_SHARE) * args.seconds)
-    check(plans, device, runs_dir, end_of_checks, results.passed_checks, results.report)
-    # What the checks did not use is for the speeds.
-    kept = PARTS_SECONDS if results.missing_parts(plans) and args.seconds >= 3 * PARTS_SECONDS else 0.0
-    measure(plans, args.rounds, device, runs_dir, Deadline(end.at - kept), results)
-    take_apart(plans, end, results)
-    results.write()
-    results.draw()
-    print(f"\n{results.text()}\n\nresults: {out}")
-    return 0 if results.passed else 1
+    for row in check(args.algorithms, device, out / "checks", end_of_checks, passed):
+        if row is None:
+            left += 1
+            continue
+        print(f"{'passed' if row['passed'] else 'FAILED'}: {row['check']}: {row['detail']}", flush=True)
+        checks[row["check"]] = row
+        write_checks(out, device, checks)
+    trials = {name: earlier_trials(out / name) for name in contenders}
+    left += measure(contenders, args.rounds, device, out, end, trials)
+
+    for name, group in contenders.items():
+        if trials[name]:
+            compare.write(out / name, record_of(trials[name], group, device))
+    failed = [f"{row['check']}: {row['detail']}" for row in checks.values() if not row["passed"]]
+    failed += [f"{t.label}, round {t.seed}: {t.failure}" for group in trials.values() for t in group if t.failure]
+    num_passed = sum(row["passed"] for row in checks.values())
+    print(f"\nchecks: {num_passed} of {len(checks)} passed\nresults: {out}")
+    for what in failed:
+        print(f"FAILED: {what}")
+    if left:
+        print(f"no time left for {left} checks and runs; the same call with --out {out} goes on")
+    return 1 if failed else 0
+
+
+def earlier_checks(out: Path, device: torch.device) -> dict[str, dict]:
+    """The checks that an earlier call has left in ``out``, by name.
+
+    Raises:
+        UsageError: that was another commit, or another GPU; or no one knows what the scripts were.
+    """
+    record = read_json(out / "gpu.json")
+    if not record:
+        return {}
+    ours, theirs = (
+        [machine["git_commit"], machine["device_name"]]
+        for machine in (benchmark_record("gpu", device)["machine"], record["machine"])
+    )
+    if ours != theirs:
+        what = " on ".join(map(str, theirs))
+        raise bad("out", out, f"its gpu.json is of {what}; go on there, or take another folder")
+    if ours[0] is None or ours[0].endswith("-dirty"):
+        what = "the scripts may have changed since its gpu.json: commit them, or name the commit in GIT_COMMIT"
+        raise bad("out", out, f"{what}; or take another folder")
+    return {row["check"]: row for row in record["checks"]}
+
+
+def earlier_trials(folder: Path) -> list[Trial]:
+    """The runs that an earlier call has left in an algorithm's folder."""
+    return [Trial(**run) for run in read_json(folder / "compare.json").get("runs", ())]
+
+
+def write_checks(out: Path, device: torch.device, checks: Mapping[str, dict]) -> None:
+    write_json_atomically(out / "gpu.json", {**benchmark_record("gpu", device), "checks": [*checks.values()]})
+
+
+# ------------------------------------------------------------------------------------------------------------ CHECKS
+
+
+def check(
+    names: Collection[Name], device: torch.device, folder: Path, deadline: Deadline, passed: Collection[str]
+) -> Iterator[dict | None]:
+    """Runs TESTS, and how far the training of every mode is from eager's; several at once.
+
+    The runs also fill TorchInductor's cache, so that those that are measured find their kernels there.
+
+    Args:
+        folder: of the run directories, and of what they print.
+        passed: names of checks to leave out.
+
+    Yields:
+        {"check": its name, "passed", "detail"} of each as it ends; None for one that the deadline left out.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def train(contender: Contender) -> Trial:
+        log = folder / f"{contender.label.replace(' --', '_')}.log"
+        trial = run_trial(contender, 1, folder, deadline, log, NO_TF32)
+        if trial.failure and deadline.seconds_left > 0:
+            print(end_of(log), flush=True)
+        return trial
+
+    def check_tests() -> dict | None:
+        log = folder / "pytest.log"
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", str(REPOSITORY / TESTS)]
+        code, _ = run_child(command, deadline, log)
+        if code and deadline.seconds_left <= 0:
+            return None
+        if code:
+            print(end_of(log), flush=True)
+        return {"check": TESTS, "passed": code == 0, "detail": end_of(log).rpartition("\n")[2]}
+
+    def check_mode(contender: Contender, eager: Future) -> dict | None:
+        if deadline.seconds_left <= 0:
+            return None
+        trial, reference = train(contender), eager.result()
+        if deadline.seconds_left <= 0 and (trial.was_cut_off or reference.was_cut_off):
+            return None
+        return against_eager(reference, trial)
+
+    with ThreadPoolExecutor(max(2, available_cores() // 2)) as pool:
+        try:
+            pairs = []
+            for eager, *others in (checked_contenders(name, device) for name in names):
+                others = [contender for contender in others if check_name(contender.label) not in passed]
+                # These first, as others wait for them.
+                reference = pool.submit(train, eager) if others else None
+                pairs += [(contender, reference) for contender in others]
+            pairs.sort(key=lambda pair: not counts_most(pair[0]))
+            checks = [] if TESTS in passed else [pool.submit(check_tests)]
+            checks += [pool.submit(check_mode, *pair) for pair in pairs]
+            for future in as_completed(checks):
+                yield future.result()
+        finally:
+            deadline.at = 0.0  # after an error the children too are to stop
+
+
+def check_name(label: str) -> str:
+    return f"{label} {'trains' if is_rounded(label) else 'trains as eager'}"
+
+
+def is_rounded(label: str) -> bool:
+    """Whether a mode computes in bfloat16."""
+    return label.endswith("bf16")
+
+
+def against_eager(eager: Trial, trial: Trial) -> dict:
+    """One row: how far a mode's parameters are from eager's, in parts of the way between eager's two checkpoints.
+
+    bfloat16 rounds so coarsely that it leads to other actions: there it is enough that the parameters moved and are
+    finite.
+    """
+    row = {"check": check_name(trial.label), "passed": False}
+    for run in (eager, trial):
+        if run.failure:
+            return {**row, "detail": f"{run.label}: {run.failure}"}
+    (before, after), (ours_before, ours) = last_parameters(Path(eager.run_dir)), last_parameters(Path(trial.run_dir))
+    error = ((ours - after).norm() / (after - before).norm()).item()
+    detail = "bit for bit" if torch.equal(ours, after) else f"off by {error:.1e} of the way"
+    moved = math.isfinite(error) and not torch.equal(ours, ours_before)
+    return {**row, "passed": moved and (is_rounded(trial.label) or error <= TOLERANCE), "detail": detail}
+
+
+def last_parameters(run_dir: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """The networks of the last two checkpoints, the older first, one vector each."""
+    vectors = []
+    for path in reversed(list_checkpoints(run_dir / "checkpoints")):
+        _, state = load_checkpoint(path, {})
+        networks = [part for name, part in state["script"].items() if name in NETWORKS]
+        vectors.append(torch.cat([leaf.double().flatten() for leaf in tree_leaves(networks)]))
+    first, last = vectors
+    return first, last
 
 
 # ------------------------------------------------------------------------------------------------------------ SPEEDS
 
 
 def measure(
-    plans: Sequence[Plan], rounds: int, device: torch.device, runs_dir: Path, deadline: Deadline, results: "Results"
-) -> None:
-    """Runs every mode once a round, one at a time; what would end too late, or is in ``results``, is left out.
+    contenders: Mapping[Name, list[Contender]],
+    rounds: int,
+    device: torch.device,
+    out: Path,
+    deadline: Deadline,
+    trials: dict[Name, list[Trial]],
+) -> int:
+    """Runs what ``trials`` lack, or what failed there, one at a time; adds it there and writes it.
 
-    The order turns around with every round, but for this: what counts most comes first.
+    Returns:
+        how many runs the deadline left out.
     """
-    turns = [(plan, contender) for plan in plans for contender in measured_contenders(plan, device)]
-    turns.sort(key=lambda turn: not counts_most(*turn))
-    lasted: dict[str, float] = {}
-    known = {(trial.label, trial.seed) for trial in results.trials}
+    known = {(trial.label, trial.seed) for group in trials.values() for trial in group if not trial.failure}
+    turns = [turn for turn in turns_of(contenders, rounds) if (turn[1].label, turn[2]) not in known]
+    for position, (name, contender, seed) in enumerate(turns):
+        if deadline.seconds_left < RUN_SECONDS:
+            return len(turns) - position
+        print(f"[{position + 1}/{len(turns)}] {contender.label}, round {seed}", flush=True)
+        run = run_upstream if contender.label.startswith(UPSTREAM) else run_trial
+        trial = run(contender, seed, out / "runs", deadline)
+        if trial.was_cut_off and deadline.seconds_left <= 0:
+            return len(turns) - position
+        trials[name] = [t for t in trials[name] if (t.label, t.seed) != (trial.label, seed)] + [trial]
+        (out / name).mkdir(exist_ok=True)
+        write_json_atomically(out / name / "compare.json", record_of(trials[name], contenders[name], device))
+    return 0
+
+
+def turns_of(contenders: Mapping[Name, list[Contender]], rounds: int) -> Iterator[tuple[Name, Contender, int]]:
+    """(algorithm, contender, round) in their order, which turns around with every round, but for what counts most."""
+    turns = [(name, contender) for name, group in contenders.items() for contender in group]
     for seed in range(1, rounds + 1):
-        heard = {plan.pool for plan in plans if seed in results.envpool_rounds(plan)}
-        order = turns if seed % 2 else sorted(reversed(turns), key=lambda turn: not counts_most(*turn))
-        for plan, contender in order:
-            if (contender.label, seed) in known:
-                continue
-            if deadline.seconds_left < lasted.get(contender.label, plan.expected_seconds):
-                print(f"no time left for round {seed} of {contender.label}", flush=True)
-                continue
-            if plan.pool is not None and plan.pool not in heard:
-                heard.add(plan.pool)
-                try:
-                    results.envpool.append({"round": seed, **plan.pool.measure(deadline)})
-                except SystemExit as end:
-                    print(f"EnvPool alone failed ({end.code})", file=sys.stderr, flush=True)
-            print(f"[round {seed}] {contender.label}, {deadline.seconds_left:.0f} s left", flush=True)
-            start = time.monotonic()
-            with GpuLoad(device) as load:
-                trial = run_trial(contender, seed, runs_dir / "runs", deadline)
-            lasted[contender.label] = time.monotonic() - start
-            results.trials.append(trial)
-            results.load.append(load.points)
-            results.write()
+        for name, contender in sorted(turns[:: 1 if seed % 2 else -1], key=lambda turn: not counts_most(turn[1])):
+            yield name, contender, seed
 
 
-def measured_contenders(plan: Plan, device: torch.device) -> list[Contender]:
-    """The reference, then every mode of the fast variants, each for as many steps as it does in seconds."""
-    contenders = []
-    for entry in (plan.reference, *plan.modes):
-        if entry is not None:
-            has_graphs = entry.endswith(("cudagraphs", "one-graph"))
-            flags = [f"--total-timesteps={plan.steps[has_graphs]}", *plan.flags]
-            contenders += contenders_with_bf16(plan, [entry], device, flags)
-    return contenders
+def record_of(trials: list[Trial], contenders: list[Contender], device: torch.device) -> dict:
+    """compare's of those that have been run; factors are those over LeanRL's own script, or our reference without."""
+    labels = dict.fromkeys([contender.label for contender in contenders] + [trial.label for trial in trials])
+    ran = [label for label in labels if any(trial.label == label for trial in trials)]
+    ran.sort(key=lambda label: not label.startswith(UPSTREAM))
+    return compare.make_record("gpu", trials, {None: ran}, device)
 
 
-def counts_most(plan: Plan, contender: Contender) -> bool:
-    """Whether a contender is measured before others: the plainest of its algorithm, and the fastest."""
-    plainest = plan.reference or parse_entry(plan.modes[0], "algorithms")[0]
-    return contender.label == plainest or is_fastest(contender)
-
-
-class GpuLoad:
-    """Context manager that writes down, several times per second, how busy a GPU is and how much memory it has in use.
-
-    Attributes:
-        points: (seconds since the start, percent of the time in which a kernel ran, 10**6 bytes); none without NVML.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.points: list[tuple[float, float, float]] = []
-        self._device = device
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> "GpuLoad":
-        self._start = time.monotonic()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        try:
-            while not self._stop.wait(LOAD_SECONDS):
-                busy, used = torch.cuda.utilization(self._device), torch.cuda.device_memory_used(self._device)
-                self.points.append((time.monotonic() - self._start, float(busy), used / 1e6))
-        except Exception as error:  # no package, no driver library, a counter that this GPU does not have
-            tell_once(f"GPU utilisation is not recorded ({type(error).__name__}: {error})")
-
-
-@functools.cache
-def tell_once(line: str) -> None:
-    """Prints ``line`` on stderr, if it did not do so before."""
-    print(line, file=sys.stderr, flush=True)
-
-
-# ------------------------------------------------------------------------------------------------------------- PARTS
-
-
-def take_apart(plans: Sequence[Plan], deadline: Deadline, results: "Results") -> None:
-    """Where the time of a step goes, for each plan's ``part_modes`` that ``results`` lack, as long as there is time."""
-    for plan, entry in results.missing_parts(plans):
-        if deadline.seconds_left < PART_SECONDS:
-            print(f"no time left for the parts of {entry}", flush=True)
-            continue
-        print(f"parts of {entry}", flush=True)
-        try:
-            if plan.pool is not None:
-                pool = plan.pool
-                alone = results.envpool_sps(plan) or pool.measure(deadline)["sps"]
-                row = profile.measure(entry, steps=ATARI_PART_STEPS, envpool_sps=alone, deadline=deadline)
-                results.parts_atari.append(row)
-            else:
-                row = profile.measure(entry, steps=PART_STEPS, only_parts=True, deadline=deadline)
-                results.parts.append(row | results.step_of(row["who"]))
-        except SystemExit as end:
-            print(f"parts of {entry}: failed ({end.code})", file=sys.stderr, flush=True)
-        results.write()
-
-
-# ----------------------------------------------------------------------------------------------------------- RESULTS
-
-
-class Results:
-    """What is known so far; ``write`` leaves it in ``out`` as gpu.json and table.md."""
-
-    def __init__(self, out: Path, device: torch.device, plans: Sequence[Plan]) -> None:
-        self.device = device
-        self._out = out
-        self._plans = plans
-        self._labels = [[contender.label for contender in measured_contenders(plan, device)] for plan in plans]
-        """of each plan, the plainest first"""
-        self.checks: list[dict] = []
-        self.trials: list[Trial] = []
-        self.load: list[list[tuple[float, float, float]]] = []
-        """of each trial"""
-        self.envpool: list[dict] = []
-        """what EnvPool does alone, of each round"""
-        self.parts: list[dict] = []
-        self.parts_atari: list[dict] = []
-
-    def take_up(self, plans: Sequence[Plan]) -> None:
-        """Goes on with what an earlier call has left in ``out``, but for what failed there and these plans do again.
-
-        Raises:
-            UsageError: that was another commit, or another GPU; or no one knows what the scripts were.
-        """
-        record = read_json(self._out / "gpu.json")
-        if not record:
-            return
-        ours, theirs = (
-            {key: machine.get(key) for key in ("git_commit", "device_name")}
-            for machine in (benchmark_record("gpu", self.device)["machine"], record["machine"])
-        )
-        if ours != theirs:
-            what = " on ".join(str(value) for value in theirs.values())
-            raise UsageError(f"--out {self._out}: its gpu.json is of {what}; go on there, or take another folder")
-        if ours["git_commit"] is None or ours["git_commit"].endswith("-dirty"):
-            what = "the scripts may have changed since its gpu.json: commit them, or name the commit in GIT_COMMIT"
-            raise UsageError(f"--out {self._out}: {what}; or take another folder")
-        again = graph_checks().union(*(training_checks(plan, self.device) for plan in plans))
-        others = self._expected_checks() - again
-        self.checks = [row for row in record["checks"] if row["passed"] or row["check"] in others]
-        again = {contender.label for plan in plans for contender in measured_contenders(plan, self.device)}
-        for run in record["runs"]:
-            load = run.pop("load")
-            trial = Trial(**run)
-            if not trial.failure or trial.label not in again:
-                self.trials.append(trial)
-                self.load.append(load)
-        self.envpool, self.parts, self.parts_atari = (record[key] for key in ("envpool", "parts", "parts_atari"))
-
-    def report(self, row: dict) -> None:
-        """Takes a check's row, in place of an earlier one of its name; prints and writes it."""
-        print(f"{'passed' if row['passed'] else 'FAILED'}: {row['check']}: {row['detail']}", flush=True)
-        if "output" in row:
-            print(row["output"], flush=True)
-        self.checks = [known for known in self.checks if known["check"] != row["check"]] + [row]
-        self.write()
-
-    @property
-    def passed_checks(self) -> set[str]:
-        """The names of those."""
-        return {row["check"] for row in self.checks if row["passed"]}
-
-    @property
-    def passed(self) -> bool:
-        """Whether all checks passed and no measured run failed, but for those that the time has cut off."""
-        return all(row["passed"] for row in self.checks) and not any(
-            trial.failure and not trial.was_cut_off for trial in self.trials
-        )
-
-    def step_of(self, label: str) -> dict[str, float]:
-        """Microseconds of a step of a measured mode, as ``step_us``; nothing where it was not measured."""
-        sps = [trial.summary["sps"] for trial in self.trials if trial.label == label and not trial.failure]
-        return {"step_us": 1e6 / statistics.median(sps)} if sps else {}
-
-    def missing_parts(self, plans: Sequence[Plan]) -> list[tuple[Plan, str]]:
-        """The ``part_modes`` that were not taken apart yet, the fastest of each plan first."""
-        entries = [(plan, entry) for plan in plans for entry in plan.part_modes[-1:]]
-        entries += [(plan, entry) for plan in plans for entry in plan.part_modes[:-1]]
-        known = {row["who"] for row in (*self.parts, *self.parts_atari)}
-        labels = {entry: contenders_of([entry], "algorithms", self.device)[0].label for _, entry in entries}
-        return [(plan, entry) for plan, entry in entries if labels[entry] not in known]
-
-    def envpool_sps(self, plan: Plan) -> float | None:
-        """What EnvPool does alone with a plan's environments, in steps per second; None where it is not known."""
-        rounds = self.envpool_rounds(plan)
-        return statistics.median(rounds.values()) if rounds else None
-
-    def envpool_rounds(self, plan: Plan) -> dict[int, float]:
-        """The same of each round in which it was measured."""
-        rows = [row for row in self.envpool if plan.pool and asdict(plan.pool).items() <= row.items()]
-        return {row["round"]: row["sps"] for row in rows}
-
-    def record(self) -> dict:
-        """All of it, for JSON."""
-        return {
-            **benchmark_record("gpu", self.device),
-            "checks": self.checks,
-            "rows": [row for labels in self._labels for row in self._rows(labels)],
-            "runs": [{**asdict(trial), "load": load} for trial, load in zip(self.trials, self.load, strict=True)],
-            "envpool": self.envpool,
-            "parts": self.parts,
-            "parts_atari": self.parts_atari,
-        }
-
-    def _rows(self, labels: Sequence[str]) -> list[dict]:
-        """Of a table, those modes that were run."""
-        return [row for row in compare.summarize(self.trials, labels) if row["sps"] or row["failures"]]
-
-    def write(self) -> None:
-        write_json_atomically(self._out / "gpu.json", self.record())
-        (self._out / "table.md").write_text(self.text() + "\n")
-
-    def text(self) -> str:
-        """The checks that failed, a table of speeds for each algorithm, and the parts."""
-        failed = [row for row in self.checks if not row["passed"]]
-        missing = self._expected_checks() - {row["check"] for row in self.checks}
-        pieces = [describe_machine(benchmark_record("gpu", self.device)["machine"])]
-        for plan, labels in zip(self._plans, self._labels, strict=True):
-            rows = self._rows(labels)
-            if rows:
-                pieces.append(compare.render_table(rows))
-            if rows and (alone := self.envpool_sps(plan)):
-                pieces.append(beside_envpool(plan, rows, alone))
-        if self.parts:
-            pieces.append(profile.render({"rows": self.parts}))
-        if self.parts_atari:
-            pieces.append(profile.render({"rows": self.parts_atari}))
-        summary = f"checks: {len(self.checks) - len(failed)} of {len(self.checks)} passed"
-        if missing:
-            summary += f", {len(missing)} not run yet"
-        return "\n\n".join([*pieces, "\n".join([summary, *(f"FAILED: {r['check']}: {r['detail']}" for r in failed)])])
-
-    def _expected_checks(self) -> set[str]:
-        """The names of all that there are."""
-        return graph_checks().union(*(training_checks(plan, self.device) for plan in self._plans))
-
-    def draw(self) -> None:
-        """gpu.png: bars of steps per second, one panel an algorithm; load.png; parts.png and parts_atari.png."""
-        measured = [labels for labels in self._labels if any(trial.label in labels for trial in self.trials)]
-        if measured:
-            draw_speeds(self.trials, measured).savefig(self._out / "gpu.png")
-        if any(self.load):
-            draw_load(self.trials, self.load).savefig(self._out / "load.png")
-        if self.parts:
-            profile.draw({"rows": self.parts}).savefig(self._out / "parts.png")
-        if self.parts_atari:
-            profile.draw({"rows": self.parts_atari}).savefig(self._out / "parts_atari.png")
-
-
-def beside_envpool(plan: Plan, rows: Sequence[dict], alone: float) -> str:
-    """A table of what is left of EnvPool's own speed."""
-    cells = [(row["label"], f"{statistics.median(row['sps']) / alone:.0%}") for row in rows if row["sps"]]
-    pool = plan.pool
-    what = f"of {alone:,.0f} steps/s"
-    legend = f"EnvPool alone: {pool.env_id}, {pool.num_envs} environments, random actions, all cores."
-    return f"{markdown_table(('program', what), cells)}\n\n{legend}"
-
-
-def draw_speeds(trials: Sequence[Trial], families: Sequence[Sequence[str]]):
-    """Bars of steps per second, one panel a family; the factors are those over its first label, the reference."""
-    columns = min(2, len(families))
-    lines = math.ceil(len(families) / columns)
-    height = 1.0 + 0.75 * max(map(len, families))
-    figure = new_figure(7 * columns, height * lines)
-    panels = figure.subplots(lines, columns, squeeze=False).flatten()
-    for axes, labels in zip(panels, families, strict=False):
-        rows = [row for row in compare.summarize(trials, labels) if row["sps"]]
-        compare.draw_speeds(axes, rows)
-    for axes in panels[len(families) :]:
-        axes.remove()
-    return figure
-
-
-def draw_load(trials: Sequence[Trial], load: Sequence[Sequence[tuple[float, float, float]]]):
-    """How busy the GPU was over each run of the first round, one panel a run."""
-    first = [(t, points) for t, points in zip(trials, load, strict=True) if points and t.seed == trials[0].seed]
-    figure = new_figure(11, 0.4 + 1.1 * len(first))
-    panels = figure.subplots(len(first), 1, squeeze=False).flatten()
-    for axes, (trial, points) in zip(panels, first, strict=True):
-        axes.plot([p[0] for p in points], [p[1] for p in points], color=COLORS[1])
-        axes.set_ylim(0, 105)
-        axes.set_title(trial.label, loc="left", fontsize=10)
-        clean(axes)
-    panels[-1].set_xlabel("seconds since the start of the process (percent of the time in which a kernel ran)")
-    return figure
+def run_upstream(contender: Contender, seed: int, runs_dir: Path, deadline: Deadline) -> Trial:
+    """One of LeanRL's own scripts, of which nothing is known but the speed that it prints; without wandb's server."""
+    run_dir = runs_dir / f"{re.sub(r'[^A-Za-z0-9]+', '_', contender.label)}__seed{seed}"
+    run_dir.mkdir(parents=True, exist_ok=True)
+    trial = Trial(contender.label, seed, [*contender.command, f"--seed={seed}"], str(run_dir), exit_code=0)
+    log = run_dir / "output.log"
+    trial.exit_code, trial.peak_memory_mb = run_child(trial.command, deadline, log, {"WANDB_MODE": "disabled"})
+    speeds = re.findall(r"([\d.]+) sps", log.read_text(errors="replace"))
+    if speeds:
+        unknown = dict.fromkeys(("global_step", "warmup_seconds", "episodic_return"))
+        trial.summary = {"sps": float(speeds[-1]), "interrupted": False, **unknown}
+    if trial.failure:
+        print(end_of(log), flush=True)
+    return trial
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One run of a peer: a library's algorithm with the hyperparameters and flags of our eager reference of the same.
+"""One run of a peer: a library's algorithm with the hyperparameters and flags of our script of the same.
 
 `leanrl.tools.compare` starts it for contenders like sb3:PPO. It leaves a run directory as our scripts do, its speed
 measured by the same code. JAX compiles in the first updates, so these are warm-up: PPO's first iteration, and
@@ -7,14 +7,20 @@ done. A further peer is a line of PEERS, with what that names.
 
     python -m leanrl.tools.peers sb3:PPO --total-timesteps 20480
     python -m leanrl.tools.peers sbx:SAC --total-timesteps 6000 --learning-starts 1000
+    python -m leanrl.tools.peers rl_games:PPO --num-envs 64 --num-steps 256 --env-backend envpool
 
-How the peers differ from our reference, as of Stable-Baselines3 2.9 and SBX 0.28; flags of the reference that the peers
-could not take in the same sense are refused:
-- All: they step several environments in one process (DummyVecEnv), as our reference does. SBX computes on the CPU,
+How the peers differ from our reference, as of Stable-Baselines3 2.9, SBX 0.28 and rl_games 1.6; flags of the reference
+that the peers could not take in the same sense are refused:
+- SB3 and SBX step several environments in one process (DummyVecEnv), as our reference does. SBX computes on the CPU,
   whatever --device is; so does SB3's PPO.
 - PPO: SBX ignores clip_range_vf (it takes the argument and does not use it), gives policy and value an optimiser and a
   gradient clip each, and initialises only the policy's last layer orthogonally. Both anneal the learning rate from the
   second iteration's on, down to 0 for the last.
+- PPO of rl_games takes the flags of our fast variant and steps the same environments, on EnvPool too; the step that
+  only resets counts as one of play to it, and of the next episode's length. It compiles its model, as it does by
+  default. It normalises returns where ours does rewards, and advantages over the whole rollout; its minibatches are
+  the same in every epoch, not drawn. Actions are clipped to [-1, 1] and scaled to their bounds. Where time runs out it
+  adds the discounted value of the state that the last step began in. Layers begin as PyTorch's do.
 - PPO on Atari: SB3 only, on our environments over EnvPool; the step that only resets counts as one of play to it.
 - SAC, TD3 and DQN: their replays keep observations in the environment's type, float64 for MuJoCo, ours in float32. A
   round is a whole number of steps and of updates, so that 4 environments with updates_per_step 0.1 have 2 updates
@@ -34,6 +40,7 @@ could not take in the same sense are refused:
 """
 
 import importlib
+import importlib.resources
 import os
 import sys
 from collections.abc import Callable
@@ -49,7 +56,7 @@ from leanrl.support.cli import parse_args
 from leanrl.support.devices import resolve_device
 from leanrl.support.envs import make_env, make_envs, require_continuous_actions, require_discrete_actions
 from leanrl.support.episodes import EpisodeStatistics
-from leanrl.support.errors import UsageError, bad
+from leanrl.support.errors import UsageError, bad, pip_command
 from leanrl.support.run import Run
 
 WARMUP_ROUNDS = 50
@@ -88,6 +95,42 @@ def ppo(args, module: str, envs) -> Any:
         seed=args.seed,
         device=device,
     )
+
+
+def rl_games_ppo(args, module: str, envs) -> Any:
+    """rl_games' Runner of its PPO: its configuration of HalfCheetah, with our hyperparameters and network."""
+    import yaml
+
+    configuration = importlib.resources.files(module) / "configs" / "mujoco" / "halfcheetah_envpool.yaml"
+    params = yaml.safe_load(configuration.read_text())["params"]
+    mlp = {"units": [64, 64], "activation": "tanh", "initializer": {"name": "default"}}
+    params |= {"seed": args.seed, "torch_threads": args.num_threads or "auto"}
+    params["network"] |= {"separate": True, "mlp": mlp}
+    params["config"] |= {
+        "vec_env": envs,
+        "env_info": envs.get_env_info(),
+        "device": str(resolve_device(args)),
+        "learning_rate": args.learning_rate,
+        "lr_schedule": "linear" if args.anneal_lr else None,
+        "num_actors": args.num_envs,
+        "horizon_length": args.num_steps,
+        "minibatch_size": args.num_envs * args.num_steps // args.num_minibatches,
+        "mini_epochs": args.update_epochs,
+        "gamma": args.gamma,
+        "tau": args.gae_lambda,
+        "e_clip": args.clip_coef,
+        "use_smooth_clamp": False,
+        "clip_value": args.clip_vloss,
+        "normalize_advantage": args.norm_adv,
+        "entropy_coef": args.ent_coef,
+        "critic_coef": args.vf_coef,
+        "grad_norm": args.max_grad_norm,
+        "print_stats": False,
+    }
+    runner = importlib.import_module(f"{module}.torch_runner").Runner()
+    runner.load_config(params)
+    runner.device = torch.device(params["config"]["device"])
+    return runner
 
 
 class Timing(NamedTuple):
@@ -221,6 +264,31 @@ def normalized_envs(args) -> Any:
     )
 
 
+def rl_games_envs(args) -> Any:
+    """Our environments as rl_games' vectorised ones; their own autoreset, so a step that only resets counts as play."""
+    from rl_games.common.ivecenv import IVecEnv
+
+    envs = make_envs(args.env_id, args.num_envs, args.seed, args.env_backend)
+    require_continuous_actions(envs, args.env_id)
+
+    class Envs(IVecEnv):
+        """What rl_games asks of environments."""
+
+        close = envs.close
+
+        def get_env_info(self) -> dict:
+            return {"observation_space": envs.single_observation_space, "action_space": envs.single_action_space}
+
+        def reset(self) -> np.ndarray:
+            return envs.reset()[0]
+
+        def step(self, actions: np.ndarray):
+            obs, rewards, terminations, truncations, _ = envs.step(actions)
+            return obs, rewards, terminations | truncations, {"time_outs": truncations}
+
+    return Envs()
+
+
 def atari_envs(args) -> Any:
     """Our Atari environments as SB3's VecEnv; their own autoreset, so a step that only resets counts as play."""
     from stable_baselines3.common.vec_env import VecEnv
@@ -272,64 +340,11 @@ def atari_envs(args) -> Any:
     return AtariVecEnv(make_atari_envs(args.env_id, args.num_envs, args.seed))
 
 
-# --------------------------------------------------------------------------------------------------------------- PEERS
-
-
-class Peer(NamedTuple):
-    """A library's algorithm."""
-
-    module: str
-    """of the library, to import"""
-    script: str
-    """our eager reference of the algorithm"""
-    make_model: Callable
-    """(the reference's arguments, module, environments) -> the library's algorithm"""
-    make_envs: Callable
-    timing: Callable[[Any], Timing]
-    """UsageError for arguments that the library could not take in the same sense"""
-
-
-def peers_of(name: str, module: str) -> dict[str, Peer]:
-    """What both SB3 and SBX have."""
-    return {
-        f"{name}:PPO": Peer(module, "ppo_continuous_action", ppo, normalized_envs, ppo_timing),
-        f"{name}:SAC": Peer(module, "sac_continuous_action", sac, continuous_envs, sac_timing),
-        f"{name}:TD3": Peer(module, "td3_continuous_action", td3, continuous_envs, off_policy_timing),
-        f"{name}:DQN": Peer(module, "dqn", dqn, discrete_envs, off_policy_timing),
-    }
-
-
-PEERS = {
-    **peers_of("sb3", "stable_baselines3"),
-    **peers_of("sbx", "sbx"),
-    "sb3:PPO-Atari": Peer("stable_baselines3", "ppo_atari_envpool", ppo, atari_envs, ppo_timing),
-}
-
-PACKAGES = {"stable_baselines3": ("stable_baselines3",), "sbx": ("sbx-rl", "jax")}
-"""Whose versions are recorded, by module."""
-
-
-def plan(name: str, args) -> tuple[Timing, int]:
-    """When a peer learns with our reference's arguments, which that has validated, and at which step it ends.
-
-    Raises:
-        UsageError: arguments that the peer cannot take, or too few steps.
-    """
-    if args.amp != "none":
-        raise bad("amp", args.amp, "the peers have no such mode; leave it out")
-    timing = PEERS[name].timing(args)
-    total_steps = args.total_timesteps // timing.round_steps * timing.round_steps
-    if total_steps < timing.warmup_steps + timing.round_steps:
-        needed = f"a warm-up of {timing.warmup_steps} steps and a round of {timing.round_steps}"
-        raise bad("total_timesteps", args.total_timesteps, f"is less than {needed}")
-    return timing, total_steps
-
-
-# ---------------------------------------------------------------------------------------------------------------- MAIN
+# ------------------------------------------------------------------------------------------------------------- LEARNING
 
 
 def learn(model, run: Run, timing: Timing) -> None:
-    """Trains ``model`` to the end of ``run``, logging to it every ``timing.log_every`` steps after the warm-up."""
+    """Trains a model of SB3 or SBX to the end of ``run``; logs every ``timing.log_every`` steps after the warm-up."""
     from stable_baselines3.common.callbacks import BaseCallback
 
     class Recorder(BaseCallback):
@@ -373,6 +388,115 @@ def learn(model, run: Run, timing: Timing) -> None:
     model.learn(run.total_steps, callback=Recorder())
 
 
+def learn_rl_games(runner, run: Run, timing: Timing) -> None:
+    """Trains what an rl_games Runner is set up for to the end of ``run``; logs every iteration after the first."""
+    from rl_games.common.algo_observer import AlgoObserver
+
+    config = runner.params["config"]
+
+    class Recorder(AlgoObserver):
+        """Keeps ``run`` up to date."""
+
+        def after_init(self, algo) -> None:
+            self.algo = algo
+
+        def process_infos(self, infos: dict, done_indices: torch.Tensor) -> None:
+            # Before it forgets the episodes that have ended.
+            if len(done_indices):
+                counts = self.algo.current_rewards, self.algo.current_lengths
+                run.record_episodes(*(count[done_indices].flatten().tolist() for count in counts))
+
+        def after_print_stats(self, frame: int, epoch_num: int, total_time: float) -> None:
+            # At the end of an iteration, its updates included.
+            is_stopped = run.stop_requested
+            run.global_step = epoch_num * timing.round_steps
+            run.optimizer_steps = epoch_num * timing.update_steps * config["mini_epochs"]
+            if run.global_step > timing.warmup_steps or is_stopped:
+                run.log({})
+            else:
+                run.start_clock()
+            if is_stopped:
+                self.algo.max_epochs = epoch_num
+
+    config |= {"train_dir": str(run.dir), "full_experiment_name": "rl_games"}
+    config["max_epochs"] = run.total_steps // timing.round_steps
+    config["features"]["observer"] = Recorder()
+    # Started again after the warm-up; a run interrupted before that has a speed too.
+    run.start_clock()
+    runner.run_train({})
+
+
+# --------------------------------------------------------------------------------------------------------------- PEERS
+
+
+class Peer(NamedTuple):
+    """A library's algorithm."""
+
+    module: str
+    """of the library, to import"""
+    script: str
+    """ours of the algorithm, whose flags it takes: the eager reference, or for --env-backend the fast variant"""
+    make_model: Callable
+    """(the script's arguments, module, environments) -> the library's algorithm"""
+    make_envs: Callable
+    timing: Callable[[Any], Timing]
+    """UsageError for arguments that the library could not take in the same sense"""
+    learn: Callable = learn
+    """(what ``make_model`` returns, run, timing)"""
+
+
+def peers_of(name: str, module: str) -> dict[str, Peer]:
+    """What both SB3 and SBX have."""
+    return {
+        f"{name}:PPO": Peer(module, "ppo_continuous_action", ppo, normalized_envs, ppo_timing),
+        f"{name}:SAC": Peer(module, "sac_continuous_action", sac, continuous_envs, sac_timing),
+        f"{name}:TD3": Peer(module, "td3_continuous_action", td3, continuous_envs, off_policy_timing),
+        f"{name}:DQN": Peer(module, "dqn", dqn, discrete_envs, off_policy_timing),
+    }
+
+
+PEERS = {
+    **peers_of("sb3", "stable_baselines3"),
+    **peers_of("sbx", "sbx"),
+    "sb3:PPO-Atari": Peer("stable_baselines3", "ppo_atari_envpool", ppo, atari_envs, ppo_timing),
+    "rl_games:PPO": Peer(
+        "rl_games",
+        "ppo_continuous_action_torchcompile",
+        rl_games_ppo,
+        rl_games_envs,
+        ppo_timing,
+        learn_rl_games,
+    ),
+}
+
+PACKAGES = {"stable_baselines3": ("stable_baselines3",), "sbx": ("sbx-rl", "jax"), "rl_games": ("rl_games",)}
+"""Whose versions are recorded, by module."""
+
+
+def install(peer: Peer) -> str:
+    """The command that installs the peer's library."""
+    return pip_command("rl_games", "--no-deps") if peer.module == "rl_games" else pip_command("peers")
+
+
+def plan(name: str, args) -> tuple[Timing, int]:
+    """When a peer learns with our reference's arguments, which that has validated, and at which step it ends.
+
+    Raises:
+        UsageError: arguments that the peer cannot take, or too few steps.
+    """
+    if args.amp != "none":
+        raise bad("amp", args.amp, "the peers have no such mode; leave it out")
+    timing = PEERS[name].timing(args)
+    total_steps = args.total_timesteps // timing.round_steps * timing.round_steps
+    if total_steps < timing.warmup_steps + timing.round_steps:
+        needed = f"a warm-up of {timing.warmup_steps} steps and a round of {timing.round_steps}"
+        raise bad("total_timesteps", args.total_timesteps, f"is less than {needed}")
+    return timing, total_steps
+
+
+# ---------------------------------------------------------------------------------------------------------------- MAIN
+
+
 def main(name: str, argv: list[str]) -> None:
     peer = PEERS[name]
     reference = importlib.import_module(f"leanrl.{peer.script}")
@@ -391,7 +515,7 @@ def main(name: str, argv: list[str]) -> None:
     model = peer.make_model(args, peer.module, envs)
     device = torch.device("cpu") if peer.module == "sbx" else model.device
     with Run(args, f"{name.partition(':')[0]}.py", device, total_steps) as run:
-        learn(model, run, timing)
+        peer.learn(model, run, timing)
         run.finish({})
     envs.close()
 

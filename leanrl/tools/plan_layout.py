@@ -8,9 +8,9 @@ layouts, and other numbers of actor threads and environments, would take. Flags 
     python -m leanrl.tools.plan_layout --check a0-l0-d1 a0-l1-d1 -- --env-id CartPole-v1 --device cpu
 
 On a CPU, devices are virtual and share the cores of their machine. Layouts of several groups are planned with a machine
-like this one for each group, except those that --check runs: they are planned and run on this one. Messages, and sums
-between GPUs or machines, are not measured: --link-gbytes is taken for them. Nor is what actor threads wait for each
-other in Python, which counts where environments are as fast as CartPole.
+like this one for each group, except those that --check runs: they are planned and run on this one. Messages are not
+measured: --nvlink-gbytes is taken for those between the GPUs of a machine, --network-gbytes for those between machines.
+Nor is what actor threads wait for each other in Python, which counts where environments are as fast as CartPole.
 """
 
 import importlib
@@ -58,8 +58,10 @@ class Args:
     """updates of such a run"""
     repeats: int = 3
     """iterations of each run that are measured, of which the median counts"""
-    link_gbytes: float = 10.0
-    """10**9 bytes a second between processes"""
+    nvlink_gbytes: float = 200.0
+    """10**9 bytes a second between the GPUs of a machine"""
+    network_gbytes: float = 10.0
+    """10**9 bytes a second between machines"""
     runs_dir: str = "runs"
     """folder of the default --out"""
     out: str | None = None
@@ -103,12 +105,12 @@ def alternatives(layouts: Sequence[str], module, script_args, cores: int) -> lis
     return found
 
 
-def predict(text: str, parts: LayoutParts, script_args, cores: int, machines: int, link_gbytes: float) -> Prediction:
+def predict(text: str, parts: LayoutParts, script_args, cores: int, machines: int, network_gbytes: float) -> Prediction:
     """The speed of a layout.
 
     Args:
         cores: of a machine.
-        machines: that the groups are spread over.
+        machines: that the groups are spread over, each group on one.
     """
     layout = layout_of(text, script_args)
     actors, learners, threads = layout.actor_device_ids, layout.learner_device_ids, layout.num_actor_threads
@@ -139,8 +141,8 @@ def predict(text: str, parts: LayoutParts, script_args, cores: int, machines: in
     reduction = 0.0
     if layout.num_learners > 1:
         latency, per_byte = parts.reduction
-        if machines > 1:
-            per_byte = max(per_byte, 1 / (1e9 * link_gbytes))
+        if machines > 1:  # a ring is as fast as its slowest link
+            per_byte = max(per_byte, 1 / (1e9 * network_gbytes))
         n = layout.num_learners
         # Rings pass 2 (n - 1) / n of the vector through each link: the whole of it once where n = 2, as measured.
         reduction = parts.steps * (latency * math.log2(n) + per_byte * 4 * parts.params * 2 * (n - 1) / n)
@@ -213,7 +215,7 @@ def render(predictions: Sequence[Prediction], measured: dict[str, float]) -> str
 
 def main(args: Args) -> int:
     require_at_least(args, 1, "repeats", "check_updates")
-    require_positive(args, "link_gbytes")
+    require_positive(args, "nvlink_gbytes", "network_gbytes")
     if args.script not in DISTRIBUTED:
         raise bad("script", args.script, f"is no distributed script; there are {', '.join(DISTRIBUTED)}")
     module = importlib.import_module(f"leanrl.{args.script}")
@@ -242,11 +244,11 @@ def main(args: Args) -> int:
     cores = available_cores()
     learner_envs = min(layout.num_envs // layout.num_learners for layout in layouts.values())
     what = args.script, args.script_args, script_args, device
-    parts = measure_layouts(*what, learner_envs, args.repeats, args.link_gbytes)
+    parts = measure_layouts(*what, learner_envs, args.repeats, args.nvlink_gbytes)
 
     def speed(text: str, numbers) -> Prediction:
         machines = 1 if text in args.check else layouts[text].num_groups
-        return predict(text, parts, numbers, cores, machines, args.link_gbytes)
+        return predict(text, parts, numbers, cores, machines, args.network_gbytes)
 
     predictions = [speed(text, script_args) for text in layouts]
     advice = recommend([speed(*plan) for plan in alternatives(layouts, module, script_args, cores)])

@@ -15,6 +15,9 @@ With --timeline it draws who waited for whom in a distributed run instead: a row
     python -m leanrl.tools.plot runs/my_cleanba_run --timeline 10
 """
 
+# What ./run.sh installs for it, beside what everything needs:
+# requires: dev
+
 import glob
 import itertools
 import json
@@ -32,7 +35,7 @@ from tqdm import tqdm
 
 from leanrl.sebulba.learner import TIMELINE_FILE
 from leanrl.support.cli import RunArgs, read_args_json
-from leanrl.support.errors import UsageError, bad, require_at_least
+from leanrl.support.errors import UsageError, bad, pip_command, require_at_least
 from leanrl.support.tracking import read_metrics
 from leanrl.tools.common import COLORS, clean, markdown_table, mean_std, new_figure, run_tool
 
@@ -233,8 +236,8 @@ def require_rliable() -> None:
     try:
         import rliable.library  # noqa: F401
     except Exception as error:  # with pandas 3, arch 7, which rliable needs, dies of a TypeError
-        remedy = "pip install -r requirements/requirements-dev.txt"
-        raise UsageError(f"rliable cannot be imported ({type(error).__name__}: {error}); {remedy}") from None
+        reason = f"{type(error).__name__}: {error}"
+        raise UsageError(f"rliable cannot be imported ({reason}); {pip_command('dev')}") from None
 
 
 def estimate_band(curves: Sequence[Curve], axis: str, window: int, reps: int) -> Band:

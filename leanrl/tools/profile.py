@@ -26,7 +26,6 @@ import sys
 import tempfile
 import time
 import timeit
-import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -45,7 +44,7 @@ from leanrl.sebulba.args import learner_threads
 from leanrl.sebulba.environments import make_pool
 from leanrl.sebulba.layout import Layout
 from leanrl.sebulba.rollout import Rollout
-from leanrl.support.atari import PROTOCOLS, make_atari_envs
+from leanrl.support.atari import make_atari_envs
 from leanrl.support.devices import available_cores, resolve_device
 from leanrl.support.errors import UsageError, require_at_least
 from leanrl.support.executables import CPU_OPTIONS
@@ -81,6 +80,10 @@ COLUMNS = {
 """What a row may hold -> the column that shows it."""
 
 ALONE_SECONDS = 3.0
+"""for which EnvPool is timed"""
+
+LOOPBACK = 2e-4, 3.3e-10
+"""Latency in seconds, and seconds a byte, between processes of a machine: as on that of doc/benchmarks/cleanba.md."""
 
 
 @dataclass
@@ -137,85 +140,55 @@ def contender_of(entry: str, flags: Sequence[str]) -> trials.Contender:
     return contender
 
 
-def measure(
-    entry: str,
-    flags: Sequence[str] = (),
-    steps: int = Args.steps,
-    envpool_sps: float | None = None,
-    only_parts: bool = False,
-    deadline: trials.Deadline | None = None,
-) -> dict:
+def measure(entry: str, flags: Sequence[str] = (), steps: int = Args.steps) -> dict:
     """One row of the record: microseconds of an environment step by part, the speed, and the floors.
 
     Args:
         entry: ``SCRIPT[:MODE]``, and flags of its own; ``flags`` come before them.
         steps: environment steps that are measured, see Args.
-        envpool_sps: (Atari) of EnvPool alone, where it is known.
-        only_parts: (others) neither the speed nor the floor, in a third of the time.
 
     Raises:
         UsageError: it cannot run so.
-        SystemExit: it failed, or took longer than ``deadline``.
     """
     contender = contender_of(entry, flags)
     module, words = trials.script_and_flags(contender)
-    script = module.__name__.rpartition(".")[2]
-    row = in_process(take_apart, script, words, steps, envpool_sps, only_parts, deadline=deadline)
+    row = in_process(take_apart, module.__name__.rpartition(".")[2], words, steps)
     return {"who": " ".join([contender.label, *flags]), **row}
 
 
 # ---------------------------------------------------------------------------------------------------- IN A PROCESS
 
 
-def in_process(fn: Callable, *args, deadline: trials.Deadline | None = None):
-    """What ``fn(*args)`` returns, in a fresh process: compiled code and threads must not carry over.
-
-    Raises:
-        UsageError: from there.
-        SystemExit: it failed in another way, or took longer than ``deadline``.
-    """
+def in_process(fn: Callable, *args):
+    """What ``fn(*args)`` returns or raises, in a fresh process: compiled code and threads must not carry over."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         future = pool.submit(fn, *args)
         try:
-            return future.result(deadline and max(0.0, deadline.seconds_left))
-        except TimeoutError:
-            raise SystemExit("the time was up") from None
-        except UsageError:
-            raise
-        except Exception:
-            traceback.print_exc()
-            raise SystemExit(1) from None
+            return future.result()
         finally:
             if not future.done():  # nobody waits for it any more
                 for process in multiprocessing.active_children():
                     process.kill()
 
 
-def take_apart(script: str, flags: Sequence[str], steps: int, envpool_sps: float | None, only_parts: bool) -> dict:
+def take_apart(script: str, flags: Sequence[str], steps: int) -> dict:
     """All of a row but for its name."""
     on_atari = "atari" in script
-
-    def products() -> tuple[dict[str, float], float]:
-        """Their operations, of a step by part, and how many a nanosecond could be."""
-        # In the eager mode, which shows all operations; few steps tell how many there are.
-        counted = watch(script, [*flags, *trials.flags_of(script, frozenset())], min(steps, 1000), "flops")
-        return counted["spent"], product_gflops(counted["args"], tf32=on_atari)
-
-    if on_atari:
-        timed = watch(script, flags, steps, "seconds")
-        num_envs, (flops, gflops) = timed["args"].num_envs, products()
-        alone = envpool_sps or envpool_alone(timed["args"].env_id, num_envs)["sps"]
-        floors = {"emulation": 1e6 / alone, **{part: flops[part] / 1e3 / gflops for part in TIMED[1:]}}
-        speeds = {"num_envs": num_envs, "envpool_sps": alone, "sps": timed["sps"]}
-        return {**speeds, "parts_us": timed["spent"], "floors_us": floors}
-    speed = {} if only_parts else {"step_us": 1e6 / watch(script, flags, steps, "seconds")["sps"]}
-    profiled = watch(script, flags, steps, "kernels")
-    row = {"profiled_step_us": 1e6 / profiled["sps"], "parts_us": profiled["spent"], **speed}
-    if only_parts:
-        return row
-    flops, gflops = products()
-    mflop = flops["all"] / 1e6
-    return {**row, "mflop": mflop, "product_gflops": gflops, "floor_us": 1e3 * mflop / gflops}
+    plain = watch(script, flags, steps, "seconds")
+    profiled = None if on_atari else watch(script, flags, steps, "kernels")
+    # In the eager mode, which shows all operations; few steps tell how many there are.
+    flops = watch(script, [*flags, *trials.flags_of(script, frozenset())], min(steps, 1000), "flops")["spent"]
+    args = plain["args"]
+    gflops = product_gflops(args, tf32=on_atari)
+    if profiled:
+        times = {"step_us": 1e6 / plain["sps"], "profiled_step_us": 1e6 / profiled["sps"]}
+        mflop = flops["all"] / 1e6
+        floor = {"mflop": mflop, "product_gflops": gflops, "floor_us": 1e3 * mflop / gflops}
+        return {**times, "parts_us": profiled["spent"], **floor}
+    alone = envpool_sps(args.env_id, args.num_envs)
+    floors = {"emulation": 1e6 / alone, **{part: flops[part] / 1e3 / gflops for part in TIMED[1:]}}
+    speeds = {"num_envs": args.num_envs, "envpool_sps": alone, "sps": plain["sps"]}
+    return {**speeds, "parts_us": plain["spent"], "floors_us": floors}
 
 
 def watch(script: str, flags: Sequence[str], steps: int, what: str) -> dict:
@@ -353,14 +326,9 @@ def product_gflops(args, tf32: bool) -> float:
     return 2 * 2 * size**3 / seconds / 1e9
 
 
-def envpool_alone(env_id: str, num_envs: int, protocol: str = "cleanrl", num_threads: int = 0) -> dict:
-    """Steps per second, as ``sps``, of one pool that gets random actions.
-
-    Args:
-        protocol: a key of PROTOCOLS.
-        num_threads: of EnvPool; 0 for its own choice.
-    """
-    envs = make_atari_envs(env_id, num_envs, 1, PROTOCOLS[protocol], num_threads=num_threads)
+def envpool_sps(env_id: str, num_envs: int) -> float:
+    """Steps per second of EnvPool alone, with random actions."""
+    envs = make_atari_envs(env_id, num_envs, seed=1)
     actions = itertools.cycle(np.random.default_rng(0).integers(0, envs.single_action_space.n, (1000, num_envs)))
     envs.reset()
     for _ in range(20):
@@ -369,7 +337,7 @@ def envpool_alone(env_id: str, num_envs: int, protocol: str = "cleanrl", num_thr
     while time.perf_counter() < start + ALONE_SECONDS:
         envs.step(next(actions))
         steps += num_envs
-    return {"sps": steps / (time.perf_counter() - start)}
+    return steps / (time.perf_counter() - start)
 
 
 # ------------------------------------------------------------------------------------------------------------ RESULTS
@@ -477,7 +445,7 @@ class LayoutParts:
 
 
 def measure_layouts(
-    script: str, flags: Sequence[str], args, device: torch.device, num_envs: int, repeats: int, link_gbytes: float
+    script: str, flags: Sequence[str], args, device: torch.device, num_envs: int, repeats: int, nvlink_gbytes: float
 ) -> LayoutParts:
     """Measures the parts with short runs of a distributed script, each at two sizes.
 
@@ -485,7 +453,7 @@ def measure_layouts(
         flags: of the script, which ``args`` are parsed from.
         num_envs: environments of a learner, which its minibatches divide; the other size is twice as many.
         repeats: iterations that are measured, of which the median counts.
-        link_gbytes: 10**9 bytes a second between processes, which is not measured.
+        nvlink_gbytes: 10**9 bytes a second between GPUs, which is not measured, nor is LOOPBACK.
 
     Raises:
         SystemExit: a run failed.
@@ -517,9 +485,12 @@ def measure_layouts(
         playing, inference, copying, emulation, updating, summing = np.median(
             [[point[f"stats/{name}_time"] for name in names] for point in points], axis=0
         ).tolist()
-        # Threads that wait for others spin.
-        rollout = Cost(playing, playing + (env_threads - 1) * emulation, inference + copying, emulation)
-        return rollout, Cost(updating - summing, (updating - summing) * num_threads), summing, steps
+        # As if every thread were busy, as an update's are: they spin while they wait.
+        play = Cost(playing, playing + (env_threads - 1) * emulation, inference + copying, emulation)
+        return play, Cost(updating - summing, (updating - summing) * num_threads), summing, steps
+
+    def measured(runs: Sequence[tuple], part: int) -> Measured:
+        return tuple((size, run[part]) for size, run in zip(sizes, runs, strict=True))
 
     sizes = num_envs, 2 * num_envs
     one = [run(size, threads) for size in sizes]
@@ -527,12 +498,14 @@ def measure_layouts(
     # What two processes on a CPU do says nothing about GPUs.
     beside = one if device.type == "cuda" else [run(size, threads, "01") for size in sizes]
     *_, summing, steps = beside[-1]
-    rollouts, *updates = [run[0] for run in one], *([run[1] for run in runs] for runs in (one, alone, beside))
-    link = 20e-6, 1 / (1e9 * link_gbytes)
+    nvlink = 20e-6, 1 / (1e9 * nvlink_gbytes)
     return LayoutParts(
-        *(tuple(zip(sizes, costs, strict=True)) for costs in (rollouts, *updates)),
-        message=link,
-        reduction=link if device.type == "cuda" else (summing / steps, 0.0),
+        rollout=measured(one, 0),
+        update=measured(one, 1),
+        update_alone=measured(alone, 1),
+        update_beside=measured(beside, 1),
+        message=nvlink if device.type == "cuda" else LOOPBACK,
+        reduction=nvlink if device.type == "cuda" else (summing / steps, 0.0),
         rollout_bytes=len(rollout.buffer),
         params=sum(parameter.numel() for parameter in agent.parameters()),
         steps=steps,

@@ -28,7 +28,7 @@ from leanrl.support.devices import resolve_device
 from leanrl.support.envs import near_names
 from leanrl.support.errors import UsageError, bad
 from leanrl.support.tracking import read_metrics
-from leanrl.tools.peers import PEERS, plan
+from leanrl.tools.peers import PEERS, install, plan
 
 SCRIPTS = Path(__file__).parents[1]
 REPOSITORY = SCRIPTS.parent
@@ -256,8 +256,7 @@ def require_peer(who: str, name: str) -> None:
     if who not in PEERS:
         raise bad(name, who, f"no such peer{near_names(who, PEERS)}; there are {', '.join(PEERS)}")
     if importlib.util.find_spec(PEERS[who].module) is None:
-        remedy = "pip install -r requirements/requirements-peers.txt"
-        raise bad(name, who, f"{PEERS[who].module} is not installed; {remedy}")
+        raise bad(name, who, f"{PEERS[who].module} is not installed; {install(PEERS[who])}")
 
 
 def check_script_args(script_args: Sequence[str], reserved: Sequence[str] = ()) -> None:
@@ -500,17 +499,17 @@ def read_json(path: Path) -> dict:
 # ------------------------------------------------------------------------------------------------------------ RESULTS
 
 
-def last_episodes(points: Sequence[dict], count: int = 100, or_fewer: bool = False) -> float | None:
-    """The mean return of the last ``count`` training episodes that a run's log points tell of.
+def last_episodes(points: Sequence[dict], count: int = 100) -> float | None:
+    """The mean return of the last ``count`` training episodes that a run's log points tell of, or of all where fewer.
 
     Of the episodes of one log point only the mean is known: each of them counts with it.
 
     Returns:
-        None where there are fewer, or none at all with ``or_fewer``.
+        None where there are none.
     """
     ended = [{"charts/episodes": 0}, *(point for point in points if point.get("charts/episodic_return") is not None)]
     total, missing = 0.0, count
     for before, point in reversed(list(itertools.pairwise(ended))):
         number = min(missing, point["charts/episodes"] - before["charts/episodes"])
         total, missing = total + number * point["charts/episodic_return"], missing - number
-    return None if missing == count or (missing and not or_fewer) else total / (count - missing)
+    return None if missing == count else total / (count - missing)

@@ -1,8 +1,8 @@
-"""Runs a script on several environments with several seeds, some at a time; or writes and submits a SLURM array.
+"""Starts a script on several environments with several seeds, some at a time here or as a SLURM array.
 
-    python -m leanrl.tools.benchmark --env-ids Breakout-v5 Pong-v5 --num-seeds 3 --workers 2 -- \\
+    python -m leanrl.tools.launch --env-ids Breakout-v5 Pong-v5 --num-seeds 3 --workers 2 -- \\
         leanrl/cleanba_ppo.py --device cpu --compile --save-model
-    python -m leanrl.tools.benchmark --env-ids Breakout-v5 --slurm-template leanrl/tools/cleanba.slurm \\
+    python -m leanrl.tools.launch --env-ids Breakout-v5 --slurm-template leanrl/tools/cleanba.slurm \\
         --slurm-ntasks 2 --slurm-gpus-per-task 2 --dry-run -- leanrl/cleanba_ppo.py --distributed --learner-device-ids 1
 
 What comes after -- is the script with its flags; --env-id, --seed and --run-name are added. --dry-run prints what would
