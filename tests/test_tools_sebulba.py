@@ -1,4 +1,4 @@
-"""The tools around distributed runs: timelines, launches, reproduction, plans."""
+"""The tools around distributed runs: launches, reproduction, plans."""
 
 import json
 import shlex
@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import psutil
 import pytest
-import torch
 import tyro
 from scripts import summary
 from sebulba_runs import alive
@@ -19,55 +18,11 @@ from sebulba_runs import alive
 import leanrl.cleanba_impala as impala
 import leanrl.cleanba_ppo as ppo
 from leanrl.support.errors import UsageError
-from leanrl.tools import launch, layout_parts, plan_layout, plot, reproduce, timeline, trials
+from leanrl.tools import launch, plan_layout, profile, reproduce, trials
+from leanrl.tools.profile import Cost
 from leanrl.tools.trials import REPOSITORY
 
 TEMPLATE = REPOSITORY / "leanrl" / "tools" / "cleanba.slurm"
-
-
-@pytest.fixture
-def run_dir(tmp_path):
-    spans = [
-        {"learner 0 (rank 0)": [["wait for rollouts", 10.0, 11.0], ["update", 11.0, 13.0]]},
-        {"learner 0 (rank 0)": [["wait for rollouts", 13.0, 13.5], ["update", 13.5, 14.0]]},
-    ]
-    lines = [json.dumps({"update": i, "global_step": i, "spans": s}) + "\n" for i, s in enumerate(spans)]
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "timeline.jsonl").write_text("".join(lines) + '{"torn')
-    (tmp_path / "run" / "args.json").write_text("{}")
-    return tmp_path / "run"
-
-
-def test_timeline_counts_and_draws(run_dir, capsys):
-    spans = timeline.read_spans(run_dir, 10)
-    assert spans["learner 0 (rank 0)"][2] == ("wait for rollouts", 3.0, 3.5)
-    assert [round(part, 3) for *_, part in timeline.shares(spans)] == [0.375, 0.625]
-    assert timeline.read_spans(run_dir, 1)["learner 0 (rank 0)"][0] == ("wait for rollouts", 0.0, 0.5)
-    assert plot.main(plot.Args(runs=(str(run_dir),), timeline=10)) == 0
-    assert (run_dir / "timeline.png").stat().st_size > 5_000
-    assert "62%" in capsys.readouterr().out
-    out = run_dir / "deep" / "who_waits"
-    assert plot.main(plot.Args(runs=(str(run_dir.parent),), timeline=1, out=out)) == 0
-    assert out.with_suffix(".png").stat().st_size > 5_000 and "50%" in capsys.readouterr().out
-
-
-DAMAGED = ["{}", "garbage", '{"spans": 3}', '{"spans": {}}', '{"spans": {"x": 5}}', '{"spans": {"x": [["a", 1]]}}']
-
-
-@pytest.mark.parametrize("content", [None, "", *(f"{line}\n" for line in DAMAGED)])
-def test_timeline_of_what_has_none(tmp_path, content):
-    if content is not None:
-        (tmp_path / "timeline.jsonl").write_text(content)
-    with pytest.raises(UsageError, match=r"timeline\.jsonl"):
-        timeline.read_spans(tmp_path, 10)
-
-
-def test_a_timeline_is_one_runs(run_dir, tmp_path):
-    for runs, reason in (((), "name some"), ((str(run_dir), str(run_dir)), "there are 2 runs")):
-        with pytest.raises(UsageError, match=reason):
-            plot.main(plot.Args(runs=runs, timeline=10, out=tmp_path / "picture"))
-    with pytest.raises(UsageError, match="--timeline 0: must be at least 1"):
-        plot.main(plot.Args(runs=(str(run_dir),), timeline=0))
 
 
 COMMAND = ("leanrl/cleanba_ppo.py", "--device", "cpu")
@@ -174,14 +129,13 @@ def test_groups_start_as_slurms_tasks_and_one_that_fails_is_told(tmp_path, capfd
 
 # -------------------------------------------------------------------------------------------------------------- PLANS
 
-UPDATE = ((24, layout_parts.Cost(2.0, 2.0)), (48, layout_parts.Cost(4.0, 4.0)))
-ROLLOUT = layout_parts.RolloutCost(wall=1.0, cores=1.0, inference=0.6, emulation=0.4)
-PARTS = layout_parts.Parts(
-    rollout=((48, ROLLOUT), (96, layout_parts.RolloutCost(*(2 * seconds for seconds in ROLLOUT)))),
+UPDATE = ((24, Cost(2.0, 2.0)), (48, Cost(4.0, 4.0)))
+ROLLOUT = Cost(wall=1.0, cores=1.0, inference=0.6, emulation=0.4)
+PARTS = profile.LayoutParts(
+    rollout=((48, ROLLOUT), (96, Cost(*(2 * seconds for seconds in ROLLOUT)))),
     update=UPDATE,
     update_alone=UPDATE,
     update_beside=UPDATE,
-    waiting=0.0,
     message=(0.0, 1e-6),
     reduction=(0.0, 1e-7),
     rollout_bytes=10_000,
@@ -217,21 +171,19 @@ def test_a_plan_knows_where_messages_travel():
 
 
 def test_a_plan_knows_that_a_learner_alone_takes_more_threads():
-    parts = replace(PARTS, update_alone=((24, layout_parts.Cost(1.5, 3.0)), (48, layout_parts.Cost(3.0, 6.0))))
+    parts = replace(PARTS, update_alone=((24, Cost(1.5, 3.0)), (48, Cost(3.0, 6.0))))
     seconds = [predicted(layout, parts=parts).seconds["update"] for layout in ("a0-l0-d1", "a0-l1-d1", "a0-l0-d2")]
     assert seconds == [3.0, 4.0, 4.0]
 
 
 def test_a_plan_knows_that_learners_disturb_each_other():
-    parts = replace(
-        PARTS, update_beside=((24, layout_parts.Cost(3.0, 3.0)), (48, layout_parts.Cost(6.0, 6.0))), waiting=0.5
-    )
+    parts = replace(PARTS, update_beside=((24, Cost(3.0, 3.0)), (48, Cost(6.0, 6.0))))
     one, apart, two = (predicted(name, parts=parts).seconds for name in ("a0-l0-d1", "a0-l1-d1", "a0-l0,1-d1"))
     assert (one["update"], apart["update"], two["update"]) == (4.0, 4.0, 3.0)
-    assert (one["all-reduce"], apart["all-reduce"], two["all-reduce"]) == pytest.approx((0.0, 0.0, 0.7))
-    # Where every group has a machine of its own, learners only wait for each other.
+    assert (one["all-reduce"], apart["all-reduce"], two["all-reduce"]) == pytest.approx((0.0, 0.0, 0.2))
+    # Where every group has a machine of its own, an update is a learner's alone.
     far = predicted("a0-l1-d2", machines=2, parts=parts).seconds
-    assert far["update"] == 4.0 and far["all-reduce"] == pytest.approx(0.7)
+    assert far["update"] == 4.0 and far["all-reduce"] == pytest.approx(0.2)
 
 
 def test_a_plan_knows_the_cores_and_the_lag():
@@ -246,9 +198,9 @@ def test_a_plan_knows_the_cores_and_the_lag():
 
 def test_a_plan_of_other_numbers_of_environments():
     """A straight line through two measurements, which does not fall far below the smaller."""
-    measured = ((8, layout_parts.Cost(2.0, 1.0)), (16, layout_parts.Cost(5.0, 3.0)))
-    costs = [layout_parts.cost_of(num_envs, measured) for num_envs in (8, 12, 16, 24, 1)]
-    assert costs == [(2.0, 1.0), (3.5, 2.0), (5.0, 3.0), (8.0, 5.0), (0.4, 0.2)]
+    measured = ((8, Cost(2.0, 1.0)), (16, Cost(5.0, 3.0)))
+    costs = [profile.cost_of(num_envs, measured) for num_envs in (8, 12, 16, 24, 1)]
+    assert [cost[:2] for cost in costs] == [(2.0, 1.0), (3.5, 2.0), (5.0, 3.0), (8.0, 5.0), (0.4, 0.2)]
     seconds = predicted("a0-l0-d1", local_num_envs=24).seconds
     assert seconds["rollout"] == pytest.approx(0.5) and seconds["update"] == pytest.approx(2.0)
 
@@ -279,7 +231,7 @@ def test_a_recommendation_weighs_environments():
     few = f"a0-l0-d1 with {flags} 24`, {speed.format('1,229', 24, 'update')}"
     assert recommended(PARTS) == [f"Fastest: {few}", f"Most for each device: {few}"]
     # 192 environments: a rollout of 4 s, and an update that takes 2 s for any number.
-    fixed = ((24, layout_parts.Cost(2.0, 2.0)), (48, layout_parts.Cost(2.0, 2.0)))
+    fixed = ((24, Cost(2.0, 2.0)), (48, Cost(2.0, 2.0)))
     many = f"a0-l0-d1 with {flags} 192`, {speed.format('4,096', 192, 'inference')}"
     assert recommended(replace(PARTS, update_alone=fixed))[0] == f"Fastest: {many}"
 
@@ -301,41 +253,25 @@ def test_a_recommendation_takes_the_fewest_environments_that_are_nearly_as_fast(
     assert "a0-l0-d1 " in thrifty and "--num-actor-threads 2 --local-num-envs 48`, 1,480 steps" in thrifty
 
 
-def test_the_parts_of_a_plan_are_measured(tmp_path, capsys):
-    flags = ("--env-id=CartPole-v1", "--device=cpu", "--local-num-envs=8", "--num-steps=8", "--num-minibatches=2")
-    args = plan_layout.Args(layouts=("a0-l0-d1", "a0-l1,2,3-d1"), repeats=1, out=str(tmp_path), script_args=flags)
-    threads = torch.get_num_threads()
+def test_the_parts_of_a_plan_are_measured(tmp_path, capfd):
+    """At sizes that the script takes: the 4 minibatches divide the environments of both threads, not those of one."""
+    flags = ("--env-id=CartPole-v1", "--device=cpu", "--local-num-envs=2", "--num-actor-threads=2", "--num-steps=8")
+    flags += ("--total-timesteps=1", "--policy-lag=1")
+    options = {"layouts": ("a0-l0-d1", "a0-l1,2,3-d1"), "repeats": 1, "out": str(tmp_path), "script_args": flags}
+    args = plan_layout.Args("cleanba_impala", **options)
     assert plan_layout.main(args) == 0
-    torch.set_num_threads(threads)
     record = json.loads((tmp_path / "plan_layout.json").read_text())
     assert [p["layout"] for p in record["predictions"]] == ["a0-l0-d1"] and record["predictions"][0]["sps"] > 0
     parts = record["parts"]
-    assert parts["update_alone"] == parts["update"]  # minibatches of 64 rows take one thread
+    assert parts["update_alone"] == parts["update"]  # with a lag a learner takes one thread
     assert all(parts[name] > 0 for name in ("rollout_bytes", "params", "steps"))
-    # Two threads of 8 environments.
-    sizes = {"rollout": [8, 16], "update": [16, 32], "update_beside": [16, 32]}
-    assert {name: [size for size, _ in parts[name]] for name in sizes} == sizes
-    assert all(seconds > 0 for name in sizes for _, cost in parts[name] for seconds in cost)
-    assert all(latency > 0 and per_byte >= 0 for latency, per_byte in (parts["message"], parts["reduction"]))
+    for name in ("rollout", "update", "update_beside"):
+        assert [size for size, _ in parts[name]] == [4, 8]
+        assert all(seconds > 0 for _, cost in parts[name] for seconds in cost[: 4 if name == "rollout" else 2])
+    assert parts["reduction"][0] > 0 and parts["message"] == [*profile.LOOPBACK]
     text = (tmp_path / "table.md").read_text()
     assert f"- {record['advice'][0]}\n" in text and record["advice"][0].startswith("Fastest: a0-l0-d1")
-    assert "Left out:\n\n- a0-l1,2,3-d1: --local-num-envs 8: " in text and text in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("script, num_envs, num_threads", [("cleanba_impala", 2, 2), ("cleanba_ppo", 1, 1)])
-def test_a_plan_takes_the_sizes_that_the_script_takes(tmp_path, monkeypatch, script, num_envs, num_threads):
-    """IMPALA's 4 minibatches divide the environments of two threads, not those of one; a thread may have but one."""
-    beside = {layout_parts.time_links: ((0.0, 0.0), (0.01, 1e-9)), layout_parts.learn_beside: (UPDATE, 0.5)}
-    monkeypatch.setattr(layout_parts, "in_two_processes", lambda function, *args: [beside[function]] * 2)
-    flags = ("--env-id=CartPole-v1", "--device=cpu", f"--local-num-envs={num_envs}", "--num-steps=8")
-    flags += (f"--num-actor-threads={num_threads}", "--total-timesteps=1")
-    args = plan_layout.Args(script, layouts=("a0-l0-d1",), repeats=1, out=str(tmp_path), script_args=flags)
-    threads = torch.get_num_threads()
-    assert plan_layout.main(args) == 0
-    torch.set_num_threads(threads)
-    parts = json.loads((tmp_path / "plan_layout.json").read_text())["parts"]
-    # Of the 0.5 s that an update's sums took, what is left when the sums themselves have taken theirs.
-    assert parts["waiting"] == pytest.approx(0.5 - parts["steps"] * (0.01 + 1e-9 * 4 * parts["params"]))
+    assert "Left out:\n\n- a0-l1,2,3-d1: --local-num-envs 2: " in text and text in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("local_num_envs", [1, 8, 48])

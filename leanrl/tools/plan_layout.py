@@ -1,18 +1,16 @@
 """Predicts the speed of distributed layouts from their measured parts, names the bottleneck, and recommends one.
 
-Measured on this machine, with the script's own code, each at two sizes: a rollout of one actor thread (inference and
-emulation), an update of one learner and of two at a time, and messages and sums between two processes. Lines through
-them say what other layouts, and other numbers of actor threads and environments, would take. Flags after -- are the
-script's.
+Measured on this machine, in short runs of the script at two sizes: a rollout of one actor thread (inference and
+emulation), an update of one learner and of two at a time, and the sums of those. Lines through them say what other
+layouts, and other numbers of actor threads and environments, would take. Flags after -- are the script's.
 
     python -m leanrl.tools.plan_layout --script cleanba_ppo -- --env-id Breakout-v5 --torso nature --device cpu
     python -m leanrl.tools.plan_layout --check a0-l0-d1 a0-l1-d1 -- --env-id CartPole-v1 --device cpu
 
 On a CPU, devices are virtual and share the cores of their machine. Layouts of several groups are planned with a machine
-like this one for each group, except those that --check runs: they are planned and run on this one. Other machines'
-links are not measured: --nvlink-gbytes is taken for messages between the GPUs of one, and --network-gbytes between
-machines. Nor is what actor threads wait for each other in Python, which counts where environments are as fast as
-CartPole.
+like this one for each group, except those that --check runs: they are planned and run on this one. Messages are not
+measured: --nvlink-gbytes is taken for those between the GPUs of a machine, --network-gbytes for those between machines.
+Nor is what actor threads wait for each other in Python, which counts where environments are as fast as CartPole.
 """
 
 import importlib
@@ -33,7 +31,7 @@ from leanrl.support.devices import available_cores
 from leanrl.support.errors import UsageError, bad, require_at_least, require_positive, typed
 from leanrl.support.run import write_json_atomically
 from leanrl.tools.common import benchmark_record, describe_machine, markdown_table, results_folder, run_tool
-from leanrl.tools.layout_parts import Parts, cost_of, measure
+from leanrl.tools.profile import LayoutParts, cost_of, measure_layouts
 from leanrl.tools.trials import DISTRIBUTED, SCRIPTS, read_json, run_groups
 
 # Up to 128 devices, twice: where three learners cannot share a group's environments, a learner of its own fits any.
@@ -59,7 +57,7 @@ class Args:
     check_updates: int = 20
     """updates of such a run"""
     repeats: int = 3
-    """measurements of each part, of which the median counts"""
+    """iterations of each run that are measured, of which the median counts"""
     nvlink_gbytes: float = 200.0
     """10**9 bytes a second between the GPUs of a machine"""
     network_gbytes: float = 10.0
@@ -107,7 +105,7 @@ def alternatives(layouts: Sequence[str], module, script_args, cores: int) -> lis
     return found
 
 
-def predict(text: str, parts: Parts, script_args, cores: int, machines: int, network_gbytes: float) -> Prediction:
+def predict(text: str, parts: LayoutParts, script_args, cores: int, machines: int, network_gbytes: float) -> Prediction:
     """The speed of a layout.
 
     Args:
@@ -148,7 +146,6 @@ def predict(text: str, parts: Parts, script_args, cores: int, machines: int, net
         n = layout.num_learners
         # Rings pass 2 (n - 1) / n of the vector through each link: the whole of it once where n = 2, as measured.
         reduction = parts.steps * (latency * math.log2(n) + per_byte * 4 * parts.params * 2 * (n - 1) / n)
-        reduction += parts.waiting
     seconds = {"rollout": rollout, "transfer": transfer, "update": updating, "all-reduce": reduction}
     work = (num_threads * play.cores + num_learners * update.cores) / cores
     learning = transfer + updating + reduction
@@ -246,7 +243,8 @@ def main(args: Args) -> int:
     print("measuring the parts", flush=True)
     cores = available_cores()
     learner_envs = min(layout.num_envs // layout.num_learners for layout in layouts.values())
-    parts = measure(args.script, script_args, device, learner_envs, args.repeats, args.nvlink_gbytes)
+    what = args.script, args.script_args, script_args, device
+    parts = measure_layouts(*what, learner_envs, args.repeats, args.nvlink_gbytes)
 
     def speed(text: str, numbers) -> Prediction:
         machines = 1 if text in args.check else layouts[text].num_groups

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from leanrl.support.errors import UsageError
-from leanrl.tools import ablate, compare, parts, parts_atari, plan_layout, reproduce
+from leanrl.tools import ablate, compare, plan_layout, profile, reproduce
 from leanrl.tools.common import describe_machine, markdown_table, run_tool
 from leanrl.tools.peers import PEERS
 from leanrl.tools.trials import REPOSITORY, SCRIPTS
@@ -35,8 +35,7 @@ MARKED = re.compile(r"<!-- report: (.+?) -->\n((?:(?!<!--).)*?)<!-- end -->", re
 RENDER: dict[str, Callable[[dict], str]] = {
     "ablate": lambda record: ablate.render(record["rows"]),
     "compare": lambda record: compare.render_table(record["rows"], record["sweep"]),
-    "parts": lambda record: parts.render_table(record["rows"]),
-    "parts_atari": lambda record: parts_atari.render_table(record["rows"]),
+    **dict.fromkeys(("parts", "parts_atari", "profile"), profile.render),  # the first two are its former names
     "plan_layout": lambda record: plan_layout.render(
         [plan_layout.Prediction(**prediction) for prediction in record["predictions"]], record["measured"]
     ),

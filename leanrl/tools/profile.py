@@ -1,0 +1,516 @@
+"""Where the time of an environment step goes, beside what this machine could do.
+
+Each SCRIPT[:MODE] runs as it is, in a process of its own, and is watched from the last start of its clock to its end.
+
+PPO on Atari is timed around what it calls: emulation, inference, update. Its floors are EnvPool alone, with random
+actions, and the operations of inference and update at the speed of a large product (bfloat16 with --amp bf16). What
+emulates while something else is computed (--num-env-groups) costs only what is waited for.
+
+The others run twice: plainly, for their speed, and under PyTorch's profiler, which lengthens mostly the many short
+parts; the speed beside it shows by how much. Their floor is the operations of their products at the speed of a large
+one. On a GPU the parts but for the environment are kernels, and what is left is the wall clock less all of these: too
+little where kernels run beside each other or while the environment steps.
+
+    python -m leanrl.tools.profile td3_continuous_action_torchcompile:compile -- --amp bf16
+    python -m leanrl.tools.profile --steps 10240 ppo_atari_envpool "ppo_atari_envpool_torchcompile:compile --num-envs 8"
+
+Flags of this tool come before the scripts, flags of one script beside it in quotes, flags of all after --.
+"""
+
+import importlib
+import itertools
+import math
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import timeit
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, closing, nullcontext, redirect_stdout
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import tyro
+
+from leanrl.sebulba.args import learner_threads
+from leanrl.sebulba.environments import make_pool
+from leanrl.sebulba.layout import Layout
+from leanrl.sebulba.rollout import Rollout
+from leanrl.support.atari import make_atari_envs
+from leanrl.support.devices import available_cores, resolve_device
+from leanrl.support.errors import UsageError, require_at_least
+from leanrl.support.executables import CPU_OPTIONS
+from leanrl.support.run import Run, synchronize
+from leanrl.support.tracking import read_metrics
+from leanrl.tools import common, trials
+
+KINDS = {
+    "environment": ("env.step",),
+    # Before the products: TorchInductor names its loops after what they are fused with, as in triton_poi_fused_addmm.
+    "fused loops": ("cpp_fused", "triton_"),
+    "matrix products": ("bmm", "addmm", "::mm", "_mm_out", "cpu_mm", "gemm", "gemv", "nvjet", "cutlass", "splitK"),
+    "random numbers": ("rand", "normal_", "random_", "distribution"),
+    "copies": ("copy_", "clone", "empty", "index_select", "index_copy", "cumsum", "Memcpy", "Memset", "CatArray"),
+}
+"""Part under the profiler -> what the names of its events contain, the first that fits."""
+
+OTHER_KERNELS = "other kernels"
+"""A GPU's, which fit none of KINDS: mostly the loops of eager PyTorch."""
+
+TIMED = ("emulation", "inference", "update")
+"""The parts of PPO on Atari."""
+
+REST, TIMED_REST = "calls and Python", "copies and Python"
+"""All other time, beside KINDS and beside TIMED: of the latter also targets, statistics, log points."""
+
+COLUMNS = {
+    **{"who": "program", "num_envs": "environments", "sps": "sps", "envpool_sps": "EnvPool alone", "kept": "kept"},
+    **{"step_us": "step", "profiled_step_us": "step, profiled"},
+    **{part: part for part in (*KINDS, OTHER_KERNELS, REST, *TIMED, TIMED_REST)},
+    **{"mflop": "MFLOP", "floor_us": "floor of the products", "floors": "floors"},
+}
+"""What a row may hold -> the column that shows it."""
+
+ALONE_SECONDS = 3.0
+"""for which EnvPool is timed"""
+
+LOOPBACK = 2e-4, 3.3e-10
+"""Latency in seconds, and seconds a byte, between processes of a machine: as on that of doc/benchmarks/cleanba.md."""
+
+
+@dataclass
+class Args:
+    words: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="SCRIPT[:MODE] ... -- FLAGS")] = ()
+    """what is measured; MODE is eager, compile, cudagraphs, compile+one-graph ..."""
+    steps: int = 1000
+    """environment steps of which the parts are the mean; off-policy scripts take 1000 random ones before them,
+    on-policy ones whole rollouts, of which a reference plays one before them"""
+    runs_dir: str = "runs"
+    """folder of the default --out"""
+    out: str | None = None
+    """folder for the results; by default RUNS_DIR/profile/TIME"""
+
+    @property
+    def scripts(self) -> tuple[str, ...]:
+        return tuple(itertools.takewhile(lambda word: not word.startswith("-"), self.words))
+
+    @property
+    def script_args(self) -> tuple[str, ...]:
+        return self.words[len(self.scripts) :]
+
+
+def main(args: Args) -> int:
+    require_at_least(args, 10, "steps")
+    if not args.scripts:
+        raise UsageError("name scripts: SCRIPT[:MODE] ... [-- FLAGS]")
+    for entry in args.scripts:
+        contender_of(entry, args.script_args)  # refuses what cannot run
+    out = common.results_folder(args, "profile")
+    rows = []
+    for entry in args.scripts:
+        print(f"profiling {entry}", flush=True)
+        rows.append(measure(entry, args.script_args, args.steps))
+    record = {**common.benchmark_record("profile", trials.target_device(args.script_args)), "rows": rows}
+    text = f"{common.describe_machine(record['machine'])}\n\n{render(record)}"
+    common.write_results(out, "profile", record, text, draw(record))
+    return 0
+
+
+def contender_of(entry: str, flags: Sequence[str]) -> trials.Contender:
+    """What runs for ``SCRIPT[:MODE]``, with flags of its own in ``entry``. UsageError unless it is one that can."""
+    for words in (flags, entry.split()[1:]):
+        trials.check_script_args(words)
+    if entry.startswith(tuple(trials.DISTRIBUTED)):
+        raise UsageError(f"{entry}: metrics.jsonl of a distributed run tells its parts already, as stats/")
+    try:
+        contender, *others = trials.contenders_of([entry], "scripts", trials.target_device(flags), flags)
+    except UsageError as error:
+        raise UsageError(str(error).removeprefix("--scripts ")) from None
+    if others or trials.peer_of(contender.label):
+        raise UsageError(f"{entry}: must be one mode of a script, as in td3_continuous_action_torchcompile:compile")
+    trials.require_valid(contender)
+    return contender
+
+
+def measure(entry: str, flags: Sequence[str] = (), steps: int = Args.steps) -> dict:
+    """One row of the record: microseconds of an environment step by part, the speed, and the floors.
+
+    Args:
+        entry: ``SCRIPT[:MODE]``, and flags of its own; ``flags`` come before them.
+        steps: environment steps that are measured, see Args.
+
+    Raises:
+        UsageError: it cannot run so.
+    """
+    contender = contender_of(entry, flags)
+    module, words = trials.script_and_flags(contender)
+    row = in_process(take_apart, module.__name__.rpartition(".")[2], words, steps)
+    return {"who": " ".join([contender.label, *flags]), **row}
+
+
+# ---------------------------------------------------------------------------------------------------- IN A PROCESS
+
+
+def in_process(fn: Callable, *args):
+    """What ``fn(*args)`` returns or raises, in a fresh process: compiled code and threads must not carry over."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        future = pool.submit(fn, *args)
+        try:
+            return future.result()
+        finally:
+            if not future.done():  # nobody waits for it any more
+                for process in multiprocessing.active_children():
+                    process.kill()
+
+
+def take_apart(script: str, flags: Sequence[str], steps: int) -> dict:
+    """All of a row but for its name."""
+    on_atari = "atari" in script
+    plain = watch(script, flags, steps, "seconds")
+    profiled = None if on_atari else watch(script, flags, steps, "kernels")
+    # In the eager mode, which shows all operations; few steps tell how many there are.
+    flops = watch(script, [*flags, *trials.flags_of(script, frozenset())], min(steps, 1000), "flops")["spent"]
+    args = plain["args"]
+    gflops = product_gflops(args, tf32=on_atari)
+    if profiled:
+        times = {"step_us": 1e6 / plain["sps"], "profiled_step_us": 1e6 / profiled["sps"]}
+        mflop = flops["all"] / 1e6
+        floor = {"mflop": mflop, "product_gflops": gflops, "floor_us": 1e3 * mflop / gflops}
+        return {**times, "parts_us": profiled["spent"], **floor}
+    alone = envpool_sps(args.env_id, args.num_envs)
+    floors = {"emulation": 1e6 / alone, **{part: flops[part] / 1e3 / gflops for part in TIMED[1:]}}
+    speeds = {"num_envs": args.num_envs, "envpool_sps": alone, "sps": plain["sps"]}
+    return {**speeds, "parts_us": plain["spent"], "floors_us": floors}
+
+
+def watch(script: str, flags: Sequence[str], steps: int, what: str) -> dict:
+    """Runs ``script`` and watches it from the last start of its clock to its end.
+
+    Args:
+        what: ``seconds`` or ``flops`` of what it calls, or ``kernels``.
+
+    Returns:
+        its ``args``; ``sps``; and what of a step was ``spent`` on each part: microseconds, or operations.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    # Kineto's second session in a process may find no kernels where the first one has torn CUPTI down.
+    os.environ.setdefault("TEARDOWN_CUPTI", "0")
+    watchers = {"seconds": nullcontext, "flops": partial(FlopCounterMode, display=False)}
+    watcher = watchers.get(what, torch.profiler.profile)()
+    module, on_atari = importlib.import_module(f"leanrl.{script}"), "atari" in script
+    off_policy = hasattr(module.Args, "learning_starts")
+    args = tyro.cli(module.Args, args=["--learning-starts=1000", *flags] if off_policy else flags)
+    batch_size = args.num_envs * getattr(args, "num_steps", 1)
+    # Where the clock starts for the last time: a reference plays one rollout before.
+    first_step = args.learning_starts if off_policy else 0 if hasattr(args, "compile") else batch_size
+    args.total_timesteps = first_step + math.ceil(steps / batch_size) * batch_size
+    device = resolve_device(args)
+    session, spent, found = ExitStack(), Counter(), {}
+
+    def meter() -> float:
+        synchronize(device)
+        return watcher.get_total_flops() if what == "flops" else 1e6 * time.perf_counter()
+
+    def metered(part: str, fn: Callable) -> Callable:
+        def call(*args):
+            if not on_atari:
+                with torch.profiler.record_function(part):
+                    return fn(*args)
+            before = meter()
+            result = fn(*args)
+            spent[part] += meter() - before
+            return result
+
+        return call
+
+    class WatchedRun(Run):
+        """A run that is watched while its clock runs."""
+
+        def start_clock(self) -> None:
+            # Nothing before its last start is watched: CUDA 13's profiler may lose the kernels of a second session.
+            session.close()
+            if self.global_step >= first_step:
+                session.enter_context(watcher)
+            super().start_clock()
+            spent.clear()
+
+        def finish(self, *args, **kwargs) -> dict:
+            found.update(sps=self.sps(), steps=self.global_step - self._clock_start[1])
+            session.close()
+            return super().finish(*args, **kwargs)
+
+    def make_watched_envs(*args, **kwargs):
+        envs = make_envs(*args, **kwargs)
+        for name in ("send", "recv") if on_atari else ("step",):
+            setattr(envs, name, metered("emulation" if on_atari else "env.step", getattr(envs, name)))
+        return envs
+
+    name = "make_atari_envs" if on_atari else "make_envs"
+    make_envs = getattr(module, name)
+    changes = {"Run": WatchedRun, name: make_watched_envs}
+    if on_atari and hasattr(module, "make_executables"):
+        make_executables = module.make_executables
+        changes["make_executables"] = lambda *args: map(metered, TIMED[1:], make_executables(*args))
+    elif on_atari:
+        changes["policy_step"] = metered("inference", module.policy_step)
+        changes["train_epoch"] = metered("update", module.train_epoch)
+    with ExitStack() as stack:
+        stack.enter_context(patch.multiple(module, **changes))
+        stack.enter_context(patch.dict(CPU_OPTIONS, {"cpp.enable_kernel_profile": True} if what == "kernels" else {}))
+        stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+        args.runs_dir, args.run_name = stack.enter_context(tempfile.TemporaryDirectory()), "run"
+        module.main(args)
+    step_us = 1e6 / found["sps"]
+    if what == "flops":
+        spent["all"] = watcher.get_total_flops()
+    spent = {part: amount / found["steps"] for part, amount in spent.items()}
+    if what == "kernels":
+        spent = by_kind(watcher, found["steps"], step_us, device.type)
+    elif what == "seconds":
+        spent[TIMED_REST] = step_us - sum(spent.values())
+    return {"args": args, "sps": found["sps"], "spent": spent}
+
+
+def by_kind(profile: torch.profiler.profile, steps: int, step_us: float, device_type: str) -> dict[str, float]:
+    """Microseconds of a step in each of KINDS, on a GPU in other kernels too, and the rest of ``step_us``.
+
+    Raises:
+        RuntimeError: no kernel of a GPU is in the profile.
+    """
+    on_gpu = device_type == "cuda"
+    parts = dict.fromkeys([*KINDS, OTHER_KERNELS] if on_gpu else KINDS, 0.0)
+    for event in profile.key_averages():
+        on_cpu = event.device_type == torch.autograd.DeviceType.CPU
+        kind = next((kind for kind, names in KINDS.items() if any(name in event.key for name in names)), None)
+        if kind == "environment":
+            if on_cpu:  # its time is all that happens within it
+                parts[kind] += event.cpu_time_total / steps
+        elif on_gpu and not on_cpu:  # PyTorch's calls are reported with the time of the kernels that they start
+            parts[kind or OTHER_KERNELS] += event.self_device_time_total / steps
+        elif kind is not None and not on_gpu:
+            parts[kind] += event.self_cpu_time_total / steps
+    if on_gpu and sum(parts.values()) == parts["environment"]:
+        raise RuntimeError("the profiler saw no kernel")
+    return {**parts, REST: max(0.0, step_us - sum(parts.values()))}
+
+
+def product_gflops(args, tf32: bool) -> float:
+    """Operations per nanosecond of matrix products that keep all cores busy, in the precision of a script's ``args``.
+
+    Args:
+        tf32: on a GPU, float32 products as PyTorch's convolutions compute them by default.
+    """
+    device, matmul = resolve_device(args), torch.backends.cuda.matmul
+    torch.set_num_threads(available_cores())
+    size, calls = (8192, 3) if device.type == "cuda" else (256, 50)
+    dtype = torch.bfloat16 if args.amp == "bf16" else torch.float32
+    x, y = torch.randn(2, 2, size, size, device=device).to(dtype)
+    precision, matmul.fp32_precision = matmul.fp32_precision, "tf32" if tf32 else matmul.fp32_precision
+
+    def products() -> None:
+        for _ in range(calls):
+            torch.bmm(x, y)
+        synchronize(device)
+
+    seconds = min(timeit.repeat(products, repeat=20, number=1)) / calls
+    matmul.fp32_precision = precision
+    return 2 * 2 * size**3 / seconds / 1e9
+
+
+def envpool_sps(env_id: str, num_envs: int) -> float:
+    """Steps per second of EnvPool alone, with random actions."""
+    envs = make_atari_envs(env_id, num_envs, seed=1)
+    actions = itertools.cycle(np.random.default_rng(0).integers(0, envs.single_action_space.n, (1000, num_envs)))
+    envs.reset()
+    for _ in range(20):
+        envs.step(next(actions))
+    steps, start = 0, time.perf_counter()
+    while time.perf_counter() < start + ALONE_SECONDS:
+        envs.step(next(actions))
+        steps += num_envs
+    return steps / (time.perf_counter() - start)
+
+
+# ------------------------------------------------------------------------------------------------------------ RESULTS
+
+
+def parts_of(rows: Sequence[dict]) -> list[str]:
+    """The parts that any row has, in the order of columns and bars."""
+    return [part for part in COLUMNS if any(part in row["parts_us"] for row in rows)]
+
+
+def render(record: dict) -> str:
+    """A table of the record's ``rows``."""
+    rows = []
+    for row in record["rows"]:
+        rows.append({**row, **row["parts_us"]})
+        if "floors_us" in row:
+            rows[-1]["kept"] = f"{row['sps'] / row['envpool_sps']:.0%}"
+            rows[-1]["floors"] = " + ".join(f"{row['floors_us'][part]:,.0f}" for part in TIMED)
+    columns = [key for key in COLUMNS if any(key in row for row in rows)]
+    cells = [[x if isinstance(x := row.get(key, "-"), str) else f"{x:,.0f}" for key in columns] for row in rows]
+    legend = "Microseconds of an environment step"
+    if "profiled_step_us" in columns:
+        legend += "; the parts are those of the profiled one"
+    if "floors" in columns:
+        legend += "; floors are those of emulation + inference + update"
+    return f"{common.markdown_table([COLUMNS[key] for key in columns], cells)}\n\n{legend}."
+
+
+def draw(record: dict):
+    """A stacked bar a row, with what is known beside it: thinner, the floors of its parts; as lines, step and floor."""
+    rows = record["rows"]
+    figure = common.new_figure(11, 1.8 + 0.9 * len(rows))
+    axes, handles = figure.subplots(), {}
+    colors = dict(zip(parts_of(rows), itertools.cycle(common.COLORS[1:])))
+    for i, row in enumerate(rows):
+        for values, suffix, y, look in (
+            (row["parts_us"], "", i, {"height": 0.36}),
+            (row.get("floors_us", {}), ", floor", i + 0.26, {"height": 0.12, "alpha": 0.5}),
+        ):
+            start = 0.0
+            for part in filter(values.get, colors):
+                handles[part + suffix] = axes.barh(y, values[part], left=start, color=colors[part], **look)
+                start += values[part]
+        name = row["who"] + (f", {row['num_envs']} environments" if "num_envs" in row else "")
+        axes.text(0, i - 0.25, name, va="bottom", fontsize=10)
+        for key, label, style in (("step_us", "step, not profiled", "-"), ("floor_us", "floor of the products", ":")):
+            if key in row:
+                ends = [i - 0.26, i + 0.26]
+                (handles[label],) = axes.plot([row[key]] * 2, ends, color="black", linestyle=style)
+    axes.set_ylim(len(rows) - 0.55, -0.75)
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)  # the rows' names begin there
+    under = ", under the profiler" if any("profiled_step_us" in row for row in rows) else ""
+    axes.set_title(f"Microseconds of an environment step{under}", loc="left")
+    common.clean(axes)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
+# ------------------------------------------------------------------------------------------- PARTS OF LAYOUTS
+
+
+class Cost(NamedTuple):
+    """Of a piece of work, in seconds: alone, and how long it keeps one core busy; of a rollout, its two parts too."""
+
+    wall: float
+    cores: float
+    inference: float = 0.0
+    emulation: float = 0.0
+
+
+Measured = tuple[tuple[int, Cost], tuple[int, Cost]]
+"""(environments, cost) twice, the smaller number first"""
+
+
+def cost_of(num_envs: int, measured: Measured) -> Cost:
+    """The cost for so many environments: a straight line through the two that were measured."""
+    (n0, c0), (n1, c1) = measured
+    weight = (num_envs - n0) / (n1 - n0)
+    # Far below both, the line through two noisy numbers may fall under 0.
+    return Cost(*(max(a + weight * (b - a), 0.2 * a) for a, b in zip(c0, c1, strict=True)))
+
+
+@dataclass(frozen=True)
+class LayoutParts:
+    """What layouts of actors and learners are made of."""
+
+    rollout: Measured
+    """of one actor thread with so many environments"""
+    update: Measured
+    """of a learner with so many environments"""
+    update_alone: Measured
+    """likewise, on as many threads as a learner takes that is the only process"""
+    update_beside: Measured
+    """likewise, of one of two learners that learn at the same time here, without their sums"""
+    message: tuple[float, float]
+    """latency in seconds, and seconds a byte, from process to process"""
+    reduction: tuple[float, float]
+    """likewise, of a sum over two; here the wait for the other is in the latency"""
+    rollout_bytes: int
+    """of one environment"""
+    params: int
+    steps: int
+    """optimiser steps of an update"""
+
+
+def measure_layouts(
+    script: str, flags: Sequence[str], args, device: torch.device, num_envs: int, repeats: int, nvlink_gbytes: float
+) -> LayoutParts:
+    """Measures the parts with short runs of a distributed script, each at two sizes.
+
+    Args:
+        flags: of the script, which ``args`` are parsed from.
+        num_envs: environments of a learner, which its minibatches divide; the other size is twice as many.
+        repeats: iterations that are measured, of which the median counts.
+        nvlink_gbytes: 10**9 bytes a second between GPUs, which is not measured, nor is LOOPBACK.
+
+    Raises:
+        SystemExit: a run failed.
+    """
+    with closing(make_pool(args.env_id, range(1), args.seed, args.protocol)) as pool:
+        space, num_actions = pool.single_observation_space, int(pool.single_action_space.n)
+    agent = importlib.import_module(f"leanrl.{script}").make_agent(space, num_actions, args)
+    dtype = torch.from_numpy(space.sample()).dtype
+    rollout = Rollout.allocate(args.num_steps, 1, space.shape, dtype, torch.device("cpu"))
+    threads = threads_alone = args.num_threads or 1
+    if device.type == "cpu":
+        one_process = Layout((0,), (0,), 1, args.num_actor_threads, args.local_num_envs)
+        threads_alone = learner_threads(args, one_process, is_image=space.dtype == np.uint8)
+    env_threads = args.env_threads or max(1, available_cores() // args.num_actor_threads)
+
+    def run(learner_envs: int, num_threads: int, learners: str = "0") -> tuple[Cost, Cost, float, int]:
+        """Of an iteration: a rollout of one actor thread, an update, the seconds of its sums, its optimiser steps."""
+        local_num_envs = learner_envs * len(learners)
+        words = ["--actor-device-ids", "0", "--learner-device-ids", *learners, "--num-actor-threads=1"]
+        words += [f"--local-num-envs={local_num_envs}", f"--num-threads={num_threads}", f"--env-threads={env_threads}"]
+        words += ["--policy-lag=0", "--num-shards=None", "--max-seconds=None", "--target-return=None"]
+        words += [f"--total-timesteps={(repeats + 1) * local_num_envs * args.num_steps}", "--log-frequency=1"]
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, str(trials.SCRIPTS / f"{script}.py"), *flags, *words]
+            trials.run_groups(script, [*command, f"--runs-dir={folder}", "--run-name=run"], 1)
+            _, *points = read_metrics(Path(folder, "run"))
+            steps = trials.read_json(Path(folder, "run", "summary.json"))["optimizer_steps"] // (repeats + 1)
+        names = ("rollout", "inference", "device_to_host", "env_step", "update", "all_reduce")
+        playing, inference, copying, emulation, updating, summing = np.median(
+            [[point[f"stats/{name}_time"] for name in names] for point in points], axis=0
+        ).tolist()
+        # As if every thread were busy, as an update's are: they spin while they wait.
+        play = Cost(playing, playing + (env_threads - 1) * emulation, inference + copying, emulation)
+        return play, Cost(updating - summing, (updating - summing) * num_threads), summing, steps
+
+    def measured(runs: Sequence[tuple], part: int) -> Measured:
+        return tuple((size, run[part]) for size, run in zip(sizes, runs, strict=True))
+
+    sizes = num_envs, 2 * num_envs
+    one = [run(size, threads) for size in sizes]
+    alone = one if threads_alone == threads else [run(size, threads_alone) for size in sizes]
+    # What two processes on a CPU do says nothing about GPUs.
+    beside = one if device.type == "cuda" else [run(size, threads, "01") for size in sizes]
+    *_, summing, steps = beside[-1]
+    nvlink = 20e-6, 1 / (1e9 * nvlink_gbytes)
+    return LayoutParts(
+        rollout=measured(one, 0),
+        update=measured(one, 1),
+        update_alone=measured(alone, 1),
+        update_beside=measured(beside, 1),
+        message=nvlink if device.type == "cuda" else LOOPBACK,
+        reduction=nvlink if device.type == "cuda" else (summing / steps, 0.0),
+        rollout_bytes=len(rollout.buffer),
+        params=sum(parameter.numel() for parameter in agent.parameters()),
+        steps=steps,
+    )
+
+
+if __name__ == "__main__":
+    common.run_tool(main, Args)
