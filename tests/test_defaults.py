@@ -47,7 +47,7 @@ def test_hyperparameters_are_the_sources(script):
 
 
 @pytest.mark.parametrize("script", REFERENCES)
-def test_both_rungs_have_the_same(script):
+def test_both_variants_have_the_same(script):
     reference, fast = defaults(script), defaults(f"{script}_torchcompile")
     assert reference.items() <= fast.items()
     assert fast.keys() - reference.keys() <= LEVERS and {"compile", "cudagraphs"} <= fast.keys()

@@ -16,20 +16,20 @@ def mean_return(script: str, folder, env_id: str, steps: int, *flags: str) -> fl
     return result["episodic_return"]
 
 
-def test_the_compiled_rung_learns_to_balance_a_pole(tmp_path) -> None:
+def test_the_compiled_variant_learns_to_balance_a_pole(tmp_path) -> None:
     """A random policy holds it for 10 steps; seeds 1 to 3 had means of 275 to 291 here."""
     assert mean_return("ppo_continuous_action_torchcompile", tmp_path, "InvertedPendulum-v5", 38_912, "--compile") > 150
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("script", [name for name in PPO if name not in ATARI])
-def test_both_rungs_balance_a_pole(script: str, tmp_path) -> None:
+def test_both_variants_balance_a_pole(script: str, tmp_path) -> None:
     """Seeds 1 to 3 had 837 to 854 with the compiled variant."""
     assert mean_return(script, tmp_path, "InvertedPendulum-v5", 102_400) > 650
 
 
 @pytest.mark.long
-def test_the_compiled_rung_learns_to_hop(tmp_path) -> None:
+def test_the_compiled_variant_learns_to_hop(tmp_path) -> None:
     """Episodes terminate early and, later, run out of time."""
     assert mean_return("ppo_continuous_action_torchcompile", tmp_path, "Hopper-v5", 307_200, "--compile") > 1_000
 
@@ -42,7 +42,7 @@ def test_the_compiled_rung_learns_to_hop(tmp_path) -> None:
         ("td3_continuous_action_torchcompile", ["--learning-rate=1e-3", "--gamma=0.98", "--learning-starts=10000"]),
     ],
 )
-def test_the_compiled_off_policy_rungs_swing_up_a_pendulum(script: str, flags: list[str], tmp_path) -> None:
+def test_the_compiled_off_policy_variants_swing_up_a_pendulum(script: str, flags: list[str], tmp_path) -> None:
     """Random actions make about -1,200; good ones about -155 (the last 25 episodes), with bounds of ±2."""
     flags = [*flags, "--env-id=Pendulum-v1", "--total-timesteps=20000", "--compile"]
     assert run(script, *flags, "--runs-dir", tmp_path, "--run-name=r") == 0
