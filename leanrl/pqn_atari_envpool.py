@@ -264,7 +264,7 @@ def make_update(q_network: QNetwork, optimizer: torch.optim.Adam, rollout: Rollo
 
 @torch.no_grad()
 def policy_step(q_network: QNetwork, rollout: Rollout, step: int, obs: torch.Tensor, args: Args) -> torch.Tensor:
-    """Observations [N, ...] -> best actions [N]; writes them and their values to row ``step`` of the rollout."""
+    """Observations [N, ...] -> best actions [N]; writes row ``step`` of the rollout's observations and values."""
     rollout.obs[step] = obs
     with torch.autocast(obs.device.type, torch.bfloat16, enabled=args.amp == "bf16"):
         rollout.values[step], actions = q_network(rollout.obs[step]).max(1)

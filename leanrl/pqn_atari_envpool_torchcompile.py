@@ -8,7 +8,7 @@ The same program as pqn_atari_envpool.py: read that first, then a diff of the tw
     python leanrl/pqn_atari_envpool_torchcompile.py --compile --cudagraphs     # on a CUDA device
 
 What is different:
-- a step of the environments costs one call: the best actions, and what is written of them to the rollout;
+- a step of the environments costs one call: act, and write to the rollout;
 - a minibatch costs one call: gather, loss, backward, clipping and Adam, whose step torch.compile traces, are one graph;
 - acting uses one thread, and leaves the other cores to the environments.
 
@@ -276,7 +276,7 @@ def make_policy_step(q_network: QNetwork, rollout: Rollout, args: Args) -> tuple
     """The functions that act.
 
     Returns:
-        ``policy_step(obs)``: [N, ...] -> best actions [N]; writes them and their values to the rollout's next row;
+        ``policy_step(obs)``: [N, ...] -> best actions [N]; writes the rollout's next row of observations and values;
         ``start()``: to be called before each rollout.
     """
     device_type = rollout.obs.device.type

@@ -48,7 +48,8 @@ def test_parts_are_those_of_the_steps_that_the_speed_is_of(monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (["--scripts", "td3_continuous_action:eager"], "is no Atari script"),
+        (["--scripts", "td3_continuous_action:eager"], "is not PPO on Atari"),
+        (["--scripts", "pqn_atari_envpool:eager"], "is not PPO on Atari"),
         (["--num-envs", "0"], "must be at least 1"),
         (["--env-id", "Brekout-v5"], "did you mean Breakout-v5"),
         (["--", "--num-envs", "4"], "is set by this tool"),

@@ -88,8 +88,8 @@ def main(args: Args) -> int:
     device = target_device(args.script_args)
     contenders_of(args.scripts, "scripts", device)  # refuses what cannot run
     for entry in args.scripts:
-        if "atari" not in parse_entry(entry, "scripts")[0]:
-            raise UsageError(f"--scripts {entry}: is no Atari script; see leanrl.tools.parts for others")
+        if not parse_entry(entry, "scripts")[0].startswith("ppo_atari"):
+            raise UsageError(f"--scripts {entry}: is not PPO on Atari; see leanrl.tools.parts for others")
     make_atari_envs(args.env_id, 1, 0).close()  # refuses what is no game
     out = results_folder(args, "parts_atari")
     rows = []
