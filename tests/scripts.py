@@ -24,7 +24,7 @@ from leanrl.tools.common import run_tool
 
 SOURCE = Path(__file__).parents[1] / "leanrl"
 # They learn from rollouts.
-ON_POLICY_REFERENCES = ["ppo_continuous_action", "ppo_atari_envpool", "pqn"]
+ON_POLICY_REFERENCES = ["ppo_continuous_action", "ppo_atari_envpool", "pqn", "pqn_atari_envpool"]
 OFF_POLICY_REFERENCES = ["sac_continuous_action", "td3_continuous_action", "dqn"]
 REFERENCES = ON_POLICY_REFERENCES + OFF_POLICY_REFERENCES
 ON_POLICY = [name for r in ON_POLICY_REFERENCES for name in (r, f"{r}_torchcompile")]
@@ -36,7 +36,7 @@ DISCRETE = [name for name in SCRIPTS if name.startswith(("dqn", "pqn"))]
 FAST_SCRIPTS = [name for name in SCRIPTS if name.endswith("_torchcompile")]
 ONE_GRAPH_SCRIPTS = [name for name in FAST_SCRIPTS if name.startswith(("sac", "td3", "ppo_atari"))]
 # What support/ does for it, it does for its fast variant too, which takes half the time.
-LONG_SCRIPTS = ["ppo_atari_envpool"]
+LONG_SCRIPTS = ["ppo_atari_envpool", "pqn_atari_envpool"]
 # One of each kind, for what all scripts leave to support/.
 KINDS = ["ppo_continuous_action", "td3_continuous_action_torchcompile"]
 

@@ -126,6 +126,18 @@ def ppo_atari():
     return [lambda: policy_step(obs), lambda: update(inds)]
 
 
+def pqn_atari():
+    script = importlib.import_module("leanrl.pqn_atari_envpool_torchcompile")
+    args = script.Args(num_envs=NUM_ENVS, num_steps=4)
+    network = script.QNetwork(3).to(META, memory_format=torch.channels_last)
+    obs = torch.zeros(NUM_ENVS, 4, 84, 84, dtype=torch.uint8, device=META)
+    rollout = script.Rollout.allocate(obs, args)
+    policy_step, _ = script.make_policy_step(network, rollout, args)
+    update = script.make_update(network, Adam(network.parameters(), lr=1e-3, eps=1e-5), rollout, args)
+    inds = torch.arange(8, device=META)
+    return [lambda: policy_step(obs), lambda: update(inds)]
+
+
 def actor_learner(name: str):
     """An update's warm-up, which calls all that is captured of it, and the actors' inference."""
     script = importlib.import_module(f"leanrl.{name}")
@@ -148,7 +160,7 @@ def cleanba_impala():
 
 
 @pytest.mark.parametrize(
-    "make", [td3, sac, dqn, pqn, ppo, ppo_atari, cleanba_ppo, cleanba_impala], ids=lambda make: make.__name__
+    "make", [td3, sac, dqn, pqn, ppo, ppo_atari, pqn_atari, cleanba_ppo, cleanba_impala], ids=lambda make: make.__name__
 )
 def test_nothing_leaves_the_device(make, monkeypatch):
     as_on_a_gpu(monkeypatch)
@@ -165,7 +177,7 @@ def test_nothing_leaves_the_device(make, monkeypatch):
 
 
 # Operations of commit 6b6cff2, whose updates were written out over flat vectors: observe, update, update with the actor
-# and act; DQN's are greedy, learn and update; PPO's act and update. PQN's, greedy and update, are of its first version.
+# and act; DQN's are greedy, learn and update; PPO's act and update. PQN's, act and update, are of its first versions.
 FORMER_OPERATIONS = {
     td3: [26, 151, 271, 24],
     sac: [26, 176, 644, 39],
@@ -173,6 +185,7 @@ FORMER_OPERATIONS = {
     pqn: [11, 132],
     ppo: [45, 287],
     ppo_atari: [52, 288],
+    pqn_atari: [31, 191],
 }
 
 

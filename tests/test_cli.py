@@ -56,7 +56,8 @@ def test_help(script, capsys):
     assert flags >= COMMON_FLAGS
     if script in FAST_SCRIPTS:
         assert flags >= FAST_FLAGS
-        assert ("--num-env-groups" if "atari" in script else "--env-backend") in flags
+        assert ("--env-backend" in flags) == (script not in ATARI)
+        assert ("--num-env-groups" in flags) == script.startswith("ppo_atari")
 
 
 @pytest.fixture
@@ -148,7 +149,7 @@ def bad_flags(script):
     flags = [*BAD_FLAGS, *(BAD_FLAGS_OF_ALL if script in KINDS else []), *BAD_FLAGS_OF[script[:3]]]
     flags += BAD_FLAGS_ON_POLICY if script in ON_POLICY else BAD_FLAGS_OFF_POLICY
     flags += BAD_FLAGS_ATARI if script in ATARI else []
-    return flags + (BAD_FLAGS_GROUPS if script in ATARI and script in FAST_SCRIPTS else [])
+    return flags + (BAD_FLAGS_GROUPS if script == "ppo_atari_envpool_torchcompile" else [])
 
 
 ALL_BAD_FLAGS = [(script, flags) for script in SCRIPTS for flags in bad_flags(script)]

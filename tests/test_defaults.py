@@ -21,6 +21,7 @@ DQN |= {"batch_size": 128, "start_e": 1.0, "end_e": 0.05, "exploration_fraction"
 PQN = {"learning_rate": 2.5e-4, "num_envs": 4, "num_steps": 128, "num_minibatches": 4, "update_epochs": 4}
 PQN |= {"anneal_lr": True, "gamma": 0.99, "q_lambda": 0.65, "max_grad_norm": 10.0, "total_timesteps": 500_000}
 PQN |= {"start_e": 1.0, "end_e": 0.05, "exploration_fraction": 0.5}
+PQN_ATARI = PQN | {"num_envs": 8, "end_e": 0.01, "exploration_fraction": 0.1, "total_timesteps": 10_000_000}
 CLEANBA = {"local_num_envs": 48, "num_actor_threads": 2, "total_timesteps": 50_000_000, "num_minibatches": 4}
 CLEANBA |= {"gamma": 0.99, "ent_coef": 0.01, "vf_coef": 0.5, "channels": (16, 32, 32), "hidden": 256}
 EXPECTED = {
@@ -30,6 +31,7 @@ EXPECTED = {
     "td3_continuous_action": OFF_POLICY | TD3 | {"exploration_noise": 0.1},
     "dqn": DQN | {"updates_per_step": 0.1, "total_timesteps": 500_000},
     "pqn": PQN,
+    "pqn_atari_envpool": PQN_ATARI,
     "cleanba_ppo": CLEANBA | {"num_steps": 128, "clip_coef": 0.1, "max_grad_norm": 0.5, "policy_lag": 0},
     "cleanba_impala": CLEANBA | {"num_steps": 20, "rho_bar": 1.0, "c_bar": 1.0, "max_grad_norm": 40.0, "policy_lag": 1},
 }
@@ -73,6 +75,11 @@ def test_ppo_starts_orthogonal(script):
 def test_pqn_starts_orthogonal(script):
     network = importlib.import_module(f"leanrl.{script}").QNetwork(4, 2)
     assert_orthogonal(list(network)[::3], [2**0.5] * 3)
+
+
+def test_pqn_on_atari_starts_orthogonal():
+    network = importlib.import_module("leanrl.pqn_atari_envpool").QNetwork(4)
+    assert_orthogonal([network[i] for i in (0, 3, 6, 10, 13)], [2**0.5] * 5)
 
 
 def test_atari_starts_orthogonal():

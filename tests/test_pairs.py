@@ -22,6 +22,10 @@ SHARED = {
         "layer_init QNetwork Minibatch Rollout lambda_returns finish_rollout weighted_mean Losses pqn_loss "
         "linear_schedule make_update greedy load_policy validate"
     ),
+    "pqn_atari_envpool": (
+        "layer_init QNetwork Minibatch Rollout lambda_returns finish_rollout weighted_mean Losses pqn_loss "
+        "linear_schedule make_update load_policy validate"
+    ),
     "dqn": "QNetwork dqn_target dqn_loss linear_schedule make_update update_target greedy act load_policy validate",
 }
 

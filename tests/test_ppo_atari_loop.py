@@ -40,6 +40,17 @@ class Games:
         self.values = rng.permutation((TOTAL + 1) * NUM_ENVS).reshape(-1, NUM_ENVS).astype(np.float32) / 100
         self.actions = np.full((TOTAL, NUM_ENVS), -1)  # what was played
 
+    def episodes(self) -> list[tuple[float, int]]:
+        """Score and length of each whole game, in the order of their ends."""
+        found, scores, lengths = [], np.zeros(NUM_ENVS), np.zeros(NUM_ENVS, int)
+        for t in range(TOTAL):
+            scores += self.scores[t]
+            lengths += ~self.resets[t]
+            for n in np.flatnonzero(self.game_over[t]):
+                found.append((scores[n], lengths[n]))
+                scores[n] = lengths[n] = 0
+        return found
+
 
 class Pool:
     """The environments ``part`` of ``games``."""
@@ -136,12 +147,6 @@ def test_the_loss_gets_what_the_games_gave(script, module, flags, monkeypatch, t
         assert actions.tolist() == games.actions[now].flatten()[expected_order].tolist()
         torch.testing.assert_close(logprobs, torch.full_like(logprobs, -np.log(5)))
 
-    expected_episodes, scores, lengths = [], np.zeros(NUM_ENVS), np.zeros(NUM_ENVS, int)
-    for t in range(TOTAL):
-        scores += games.scores[t]
-        lengths += ~games.resets[t]
-        for n in np.flatnonzero(games.game_over[t]):
-            expected_episodes.append((scores[n], lengths[n]))
-            scores[n] = lengths[n] = 0
+    expected_episodes = games.episodes()
     assert len(expected_episodes) > NUM_ROLLOUTS * 2 and games.terminations.sum() > games.game_over.sum() / 2
     assert episodes == expected_episodes

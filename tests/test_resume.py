@@ -13,8 +13,10 @@ import psutil
 import pytest
 import torch
 from scripts import (
+    ATARI,
     KINDS,
     ON_POLICY,
+    PPO,
     course,
     files_in,
     leaves,
@@ -42,7 +44,7 @@ def last_step(run_dir):
 def assert_same_course(run_dir, uninterrupted):
     """Every log point once; the same end."""
     ours, theirs = course(run_dir), course(uninterrupted)
-    if "losses/policy_loss" in ours[0]:  # PPO, which starts fresh episodes when it resumes
+    if summary(run_dir)["script"] in PPO + ATARI:  # which start fresh episodes when they resume
         ours, theirs = ([(row["global_step"], row["charts/learning_rate"]) for row in rows] for rows in (ours, theirs))
         assert len({rate for _, rate in ours}) == len(ours)
     assert ours == theirs

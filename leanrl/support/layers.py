@@ -40,3 +40,13 @@ class Float32Linear(Float32, nn.Linear):
 
 class Float32TwinLinear(Float32, TwinLinear):
     """[2, B, in_features] -> [2, B, out_features]"""
+
+
+class ChannelsLastLayerNorm(nn.LayerNorm):
+    """Layer norm over channels, rows and columns: [B, C, H, W] -> [B, C, H, W]
+
+    Its weights are [H, W, C]: in the order of memory where images are channels_last, and nothing has to be copied.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)

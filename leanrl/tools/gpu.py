@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -49,7 +49,7 @@ from leanrl.tools.trials import (
     run_trial,
 )
 
-Name = Literal["sac", "td3", "ppo", "ppo_atari", "cleanba_ppo", "cleanba_impala", "dqn", "pqn"]
+Name = Literal["sac", "td3", "ppo", "ppo_atari", "cleanba_ppo", "cleanba_impala", "dqn", "pqn", "pqn_atari"]
 
 # What the checks may take of --seconds.
 CHECK_SHARE = 0.4
@@ -70,7 +70,7 @@ UPSTREAM = "leanrl:"
 
 @dataclass
 class Args:
-    algorithms: tuple[Name, ...] = ("sac", "td3", "ppo", "ppo_atari", "cleanba_ppo", "cleanba_impala", "dqn", "pqn")
+    algorithms: tuple[Name, ...] = get_args(Name)
     """what is checked and measured"""
     seconds: float = 500.0
     """time limit of the call"""
@@ -125,7 +125,7 @@ def cleanba(script: str, num_steps: int, *check_flags: str) -> Algorithm:
     return Algorithm(None, (script, f"{script}:compile+cudagraphs --amp bf16"), (*GAMES_CHECK, *check_flags))
 
 
-ATARI = "ppo_atari_envpool_torchcompile"
+ATARI, PQN_ATARI = "ppo_atari_envpool_torchcompile", "pqn_atari_envpool_torchcompile"
 ALGORITHMS: dict[Name, Algorithm] = {
     # Forty updates: between a compiled run and an eager one on a CPU rounding has grown to 2e-4 (TD3) and 2e-3 (SAC) of
     # the way by then, and to 3e-2 by the hundredth: each action leads HalfCheetah a little further apart.
@@ -163,6 +163,14 @@ ALGORITHMS: dict[Name, Algorithm] = {
             *("--checkpoint-every=256", "--total-timesteps=512"),
         ),
         flags=("--total-timesteps=122880",),
+    ),
+    "pqn_atari": Algorithm(
+        "pqn_atari_envpool",
+        (PQN_ATARI, f"{PQN_ATARI}:compile+cudagraphs --amp bf16"),
+        (
+            *(*GAMES_CHECK, "--update-epochs=1", "--exploration-fraction=100"),
+            *("--checkpoint-every=1024", "--total-timesteps=2048"),
+        ),
     ),
 }
 

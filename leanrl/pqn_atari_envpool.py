@@ -1,0 +1,382 @@
+"""Parallelised Q-Network (PQN) on Atari games over EnvPool: the readable eager reference.
+
+Paper: https://arxiv.org/abs/2407.04811. pqn.py's algorithm in ppo_atari_envpool.py's loop. Algorithm, names,
+hyperparameters and structure follow CleanRL's https://docs.cleanrl.dev/rl-algorithms/pqn/#pqn_atari_envpoolpy; what
+differs: games that run out of time are bootstrapped from their true last observation, steps that only reset an
+environment are left out of the loss, epsilon falls from rollout to rollout, and the optimiser is Adam, not RAdam.
+The same program made fast is pqn_atari_envpool_torchcompile.py.
+
+    python leanrl/pqn_atari_envpool.py --env-id Breakout-v5
+    python leanrl/pqn_atari_envpool.py --env-id Pong-v5 --seed 2 --save-model --capture-video
+
+Details and their sources: doc/algorithms/pqn.md
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+
+from leanrl.support.atari import CLEANRL, make_atari_envs, whole_games
+from leanrl.support.checkpoints import resumed_step
+from leanrl.support.cli import RunArgs, run_script
+from leanrl.support.devices import available_cores, keep_freed_memory, resolve_device, set_cpu_numerics
+from leanrl.support.episodes import EpisodeStatistics
+from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
+from leanrl.support.evaluation import require_video
+from leanrl.support.layers import ChannelsLastLayerNorm, Float32Linear
+from leanrl.support.run import Run, seed_everything
+from leanrl.support.scan import linear_recurrence
+
+PROTOCOL = CLEANRL
+
+
+@dataclass
+class Args(RunArgs):
+    env_id: str = "Breakout-v5"
+    """Atari game, as EnvPool names it"""
+    total_timesteps: int = 10_000_000
+    """environment steps of the whole run, of 4 frames each"""
+    seed: int = 1
+    """seed of the environments, the network and the exploration"""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N"""
+    amp: Literal["none", "bf16"] = "none"
+    """bf16 runs the network under autocast, its last layer left out"""
+    num_threads: int | None = None
+    """CPU threads of PyTorch; by default all cores"""
+
+    learning_rate: float = 2.5e-4
+    """learning rate of Adam"""
+    num_envs: int = 8
+    """environments stepped together"""
+    num_steps: int = 128
+    """steps of each environment in a rollout"""
+    anneal_lr: bool = True
+    """let the learning rate fall linearly to 0"""
+    gamma: float = 0.99
+    """discount"""
+    q_lambda: float = 0.65
+    """lambda of the returns: 0 bootstraps from the next step, 1 from the end of the rollout"""
+    num_minibatches: int = 4
+    """minibatches per epoch"""
+    update_epochs: int = 4
+    """passes over each rollout"""
+    max_grad_norm: float = 10.0
+    """gradients are clipped to this norm"""
+    start_e: float = 1.0
+    """probability of a random action at the start"""
+    end_e: float = 0.01
+    """probability of a random action after the exploration fraction"""
+    exploration_fraction: float = 0.1
+    """fraction of the run over which that probability falls from --start-e to --end-e"""
+
+
+def validate(args: Args) -> None:
+    """Raises UsageError on the first argument that cannot work."""
+    require_at_least(args, 1, "total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs")
+    require_at_least(args, 1, "num_threads", "checkpoint_every")
+    require_at_least(args, 0, "seed")
+    require_positive(args, "learning_rate", "max_grad_norm", "exploration_fraction", "max_seconds")
+    require_unit_interval(args, "gamma", "q_lambda", "start_e", "end_e")
+    batch_size = args.num_envs * args.num_steps
+    if batch_size % args.num_minibatches:
+        raise bad("num_minibatches", args.num_minibatches, f"must divide num_envs * num_steps = {batch_size}")
+    if args.total_timesteps < batch_size:
+        raise bad("total_timesteps", args.total_timesteps, f"is less than one rollout, {batch_size} steps")
+
+
+# ---------------------------------------------------------------------------------------------------------- NETWORKS
+
+
+def layer_init(layer: nn.Module, std: float = np.sqrt(2), bias_const: float = 0.0) -> nn.Module:
+    nn.init.orthogonal_(layer.weight, std)
+    nn.init.constant_(layer.bias, bias_const)
+    return layer
+
+
+class QNetwork(nn.Sequential):
+    """The value of each action: uint8 [B, 4, 84, 84] -> [B, num_actions]
+
+    The network of https://doi.org/10.1038/nature14236, and layer norms: they keep it stable without a target network.
+    """
+
+    def __init__(self, num_actions: int) -> None:
+        super().__init__(
+            layer_init(nn.Conv2d(4, 32, 8, stride=4)),
+            ChannelsLastLayerNorm((20, 20, 32)),
+            nn.ReLU(),
+            layer_init(nn.Conv2d(32, 64, 4, stride=2)),
+            ChannelsLastLayerNorm((9, 9, 64)),
+            nn.ReLU(),
+            layer_init(nn.Conv2d(64, 64, 3, stride=1)),
+            ChannelsLastLayerNorm((7, 7, 64)),
+            nn.ReLU(),
+            nn.Flatten(),
+            layer_init(nn.Linear(64 * 7 * 7, 512)),
+            nn.LayerNorm(512),
+            nn.ReLU(),
+            layer_init(Float32Linear(512, num_actions)),
+        )
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        return super().forward(obs / 255.0)
+
+
+# ----------------------------------------------------------------------------------------------------------- ROLLOUT
+
+
+class Minibatch(NamedTuple):
+    """Steps that are learned from, [B, ...] each."""
+
+    obs: torch.Tensor
+    actions: torch.Tensor
+    values: torch.Tensor  # of the best actions; only returns are made of them
+    returns: torch.Tensor
+    weights: torch.Tensor  # 0 where a step only reset its environment, else 1
+
+
+class Rollout(Minibatch):
+    """T steps of N environments, and what the last one led to, in memory that is allocated once: [T + 1, N, ...] each.
+
+    Actions, returns and weights are those of the first T alone.
+    """
+
+    @classmethod
+    def allocate(cls, obs: torch.Tensor, args: Args) -> "Rollout":
+        """For observations like ``obs`` [N, C, ...], on their device."""
+        shape = args.num_steps + 1, args.num_envs
+        channels, *size = obs.shape[1:]
+        return cls(
+            # Channels last, as the convolutions want them: nothing has to be rearranged in an update.
+            torch.zeros(*shape, *size, channels, dtype=obs.dtype, device=obs.device).movedim(-1, 2),
+            torch.zeros(shape, dtype=torch.int64, device=obs.device),
+            *(torch.zeros(shape, device=obs.device) for _ in range(3)),
+        )
+
+    def minibatch(self, inds: torch.Tensor) -> Minibatch:
+        """Rows ``inds`` [B], counted through steps and environments."""
+        return Minibatch(*(column.flatten(0, 1)[inds] for column in self))
+
+
+# ------------------------------------------------------------------------------------------------ TARGETS AND LOSSES
+
+
+def lambda_returns(
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    terminations: torch.Tensor,
+    dones: torch.Tensor,
+    gamma: float,
+    q_lambda: float,
+) -> torch.Tensor:
+    """Peng's Q(lambda), what the network should say of the actions taken:
+
+        returns[t] = rewards[t] + gamma * (q_lambda * returns[t + 1] + (1 - q_lambda) * values[t + 1])
+
+    ``values[t + 1]`` is the best action's in the observation that step t led to, the true last one where step t ended
+    an episode. It takes the place of the whole bracket where ``dones`` (terminated or truncated) ends an episode, as 0
+    if that terminated, and at the end of the rollout. Returns of steps that only reset an environment mean nothing, and
+    reach no other step.
+
+    Args:
+        rewards, terminations, dones: [T, N]; the flags as floats.
+        values: [T + 1, N].
+
+    Returns:
+        returns [T, N]
+    """
+    deltas = rewards + gamma * values[1:] * (1.0 - terminations) - values[:-1]
+    decays = gamma * q_lambda * (1.0 - dones)
+    # With advantages = returns - values: advantages[t] = deltas[t] + decays[t] * advantages[t + 1], which is GAE.
+    return linear_recurrence(deltas.flip(0), decays.flip(0)).flip(0) + values[:-1]
+
+
+def finish_rollout(
+    rollout: Rollout,
+    rewards: torch.Tensor,
+    terminations: torch.Tensor,
+    dones: torch.Tensor,
+    resets: torch.Tensor,
+    args: Args,
+) -> None:
+    """Fills in returns and weights.
+
+    Args:
+        rewards, terminations, dones, resets: [T, N]; flags as floats. ``resets`` marks steps that only reset.
+    """
+    rollout.returns[:-1] = lambda_returns(rewards, rollout.values, terminations, dones, args.gamma, args.q_lambda)
+    rollout.weights[:-1] = 1.0 - resets
+
+
+def weighted_mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Mean of ``x`` over the rows that count (weight 1)."""
+    return (x * weights).sum() / weights.sum().clamp(min=1.0)
+
+
+class Losses(NamedTuple):
+    """What is logged of an update, each a tensor without shape."""
+
+    td_loss: torch.Tensor
+    q_values: torch.Tensor
+
+
+def pqn_loss(q_network: QNetwork, minibatch: Minibatch) -> tuple[torch.Tensor, Losses]:
+    """Mean squared error over one minibatch; it and the mean value of the actions taken (detached)."""
+    obs, actions, _, returns, weights = minibatch
+    old_val = q_network(obs).gather(1, actions.unsqueeze(1)).squeeze(1)
+    loss = weighted_mean((old_val - returns) ** 2, weights)
+    return loss, Losses(loss.detach(), weighted_mean(old_val.detach(), weights))
+
+
+def linear_schedule(args: Args, global_step: int) -> float:
+    """The probability of a random action at ``global_step``."""
+    progress = min(1.0, global_step / (args.exploration_fraction * args.total_timesteps))
+    return args.start_e + (args.end_e - args.start_e) * progress
+
+
+# ------------------------------------------------------------------------------------------------------------ UPDATE
+
+
+def make_update(q_network: QNetwork, optimizer: torch.optim.Adam, rollout: Rollout, args: Args) -> Callable:
+    """The function ``update(mb_inds) -> losses`` [2] (of Losses) that takes one gradient step."""
+    device_type = rollout.obs.device.type
+
+    def update(mb_inds: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
+            loss, losses = pqn_loss(q_network, rollout.minibatch(mb_inds))
+        loss.backward()
+        # TorchInductor's code for CPUs has no way into foreach's norm but a slow one.
+        nn.utils.clip_grad_norm_(q_network.parameters(), args.max_grad_norm, foreach=device_type == "cuda")
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.stack(losses)
+
+    return update
+
+
+# ------------------------------------------------------------------------------------------------------------ ACTING
+
+
+@torch.no_grad()
+def policy_step(q_network: QNetwork, rollout: Rollout, step: int, obs: torch.Tensor, args: Args) -> torch.Tensor:
+    """Observations [N, ...] -> best actions [N]; writes row ``step`` of the rollout's observations and values."""
+    rollout.obs[step] = obs
+    with torch.autocast(obs.device.type, torch.bfloat16, enabled=args.amp == "bf16"):
+        rollout.values[step], actions = q_network(rollout.obs[step]).max(1)
+    return actions
+
+
+def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
+    """The policy of a saved model: observations uint8 [N, 4, 84, 84] -> actions [N], 1 in 20 of them random.
+
+    The best actions alone can repeat the same moves for ever. https://doi.org/10.1038/nature14236 evaluates like this.
+    """
+    num_actions = int(envs.single_action_space.n)
+    q_network = QNetwork(num_actions)
+    q_network.load_state_dict(model["q_network"])
+    rng = np.random.default_rng(0)
+
+    @torch.no_grad()
+    def policy(obs: np.ndarray) -> np.ndarray:
+        best = q_network(torch.from_numpy(obs)).argmax(1).numpy()
+        return np.where(rng.random(len(obs)) < 0.05, rng.integers(num_actions, size=len(obs)), best)
+
+    return policy
+
+
+# -------------------------------------------------------------------------------------------------------------- MAIN
+
+
+def main(args: Args) -> None:
+    validate(args)
+    device = resolve_device(args)
+    set_cpu_numerics(args.num_threads or available_cores())
+    if device.type == "cpu":
+        keep_freed_memory()
+    batch_size = args.num_envs * args.num_steps
+    num_iterations = args.total_timesteps // batch_size
+    envs = make_atari_envs(args.env_id, args.num_envs, args.seed, PROTOCOL, start=resumed_step(args.resume))
+    if args.capture_video:
+        require_video(args.env_id, "envpool")
+    num_actions = int(envs.single_action_space.n)
+
+    seed_everything(args.seed)
+    q_network = QNetwork(num_actions).to(device, memory_format=torch.channels_last)
+    optimizer = torch.optim.Adam(q_network.parameters(), lr=args.learning_rate, eps=1e-5)
+    next_obs = torch.from_numpy(envs.reset()[0]).to(device)
+    rollout = Rollout.allocate(next_obs, args)
+    update = make_update(q_network, optimizer, rollout, args)
+    games = EpisodeStatistics(args.num_envs)
+
+    def state_dict() -> dict:
+        return {"q_network": q_network.state_dict(), "optimizer": optimizer.state_dict()}
+
+    with Run(args, __file__, device, total_steps=num_iterations * batch_size) as run:
+        if run.resumed is not None:
+            q_network.load_state_dict(run.resumed["q_network"])
+            optimizer.load_state_dict(run.resumed["optimizer"])
+
+        # What the environments return, on the CPU until the end of the rollout.
+        shape = args.num_steps, args.num_envs
+        rewards, scores = np.zeros(shape, np.float32), np.zeros(shape)
+        terminations, dones, game_ends = np.zeros((3, *shape), bool)
+        last_dones = np.zeros(args.num_envs, bool)
+        run.restore_rng()
+        run.start_clock()
+        first_iteration = run.global_step // batch_size + 1
+        for iteration in range(first_iteration, num_iterations + 1):
+            if run.stop_requested:
+                break
+            if args.anneal_lr:
+                frac = 1.0 - (iteration - 1.0) / num_iterations
+                optimizer.param_groups[0]["lr"] = frac * args.learning_rate
+
+            epsilon = linear_schedule(args, run.global_step)
+            explores = np.random.random(shape) < epsilon
+            # Random ones, until the greedy ones take the places where an environment does not explore.
+            actions = np.random.randint(num_actions, size=shape)
+            for step in range(args.num_steps):
+                best = policy_step(q_network, rollout, step, next_obs, args).cpu().numpy()
+                actions[step] = np.where(explores[step], actions[step], best)
+                next_obs, reward, terminated, truncated, infos = envs.step(actions[step])
+                next_obs = torch.from_numpy(next_obs).to(device)
+                done = terminated | truncated
+                rewards[step], terminations[step], dones[step] = reward, terminated, done
+                scores[step], game_ends[step] = whole_games(reward, done, infos)
+            policy_step(q_network, rollout, args.num_steps, next_obs, args)  # for the value of the last observation
+            run.global_step += batch_size
+
+            # Where a step only resets its environment (NEXT_STEP autoreset).
+            resets = np.concatenate([last_dones[None], dones[:-1]])
+            last_dones = dones[-1].copy()
+            # A lost life ends the episode that is learned from; what is reported are whole games.
+            run.record_episodes(*games.add(scores, game_ends, resets))
+            rollout.actions[:-1] = torch.from_numpy(actions)
+            outcome = (torch.from_numpy(x).to(device, torch.float32) for x in (rewards, terminations, dones, resets))
+            finish_rollout(rollout, *outcome, args)
+
+            for _ in range(args.update_epochs):
+                b_inds = torch.randperm(batch_size, device=device)
+                for mb_inds in b_inds.split(batch_size // args.num_minibatches):
+                    losses = update(mb_inds)
+                    run.optimizer_steps += 1
+            if iteration == first_iteration < num_iterations:  # a GPU's libraries are set up with the first update
+                run.start_clock()
+
+            losses = {f"losses/{name}": value for name, value in Losses(*losses.tolist())._asdict().items()}
+            learning_rate = float(optimizer.param_groups[0]["lr"])
+            run.log({"charts/learning_rate": learning_rate, "charts/epsilon": epsilon, **losses})
+            if run.checkpoint_due():
+                run.checkpoint(state_dict())
+
+        run.finish(state_dict(), model={"q_network": q_network.state_dict()})
+    envs.close()
+
+
+if __name__ == "__main__":
+    run_script(main, Args, __file__)
