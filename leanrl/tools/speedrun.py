@@ -137,8 +137,7 @@ def main(args: Args) -> int:
         print("\ninterrupted: the results of the runs so far", file=sys.stderr, flush=True)
     device = target_device(args.script_args)
     record = benchmark_record("speedrun", device) | {"task": args.task, **task._asdict(), "runs": runs}
-    text = f"{title(record)}\n\n{render_table(record)}"
-    write_results(out, "speedrun", record, text, draw(record))
+    write_results(out, "speedrun", record, f"{title(record)}\n\n{render_table(record)}", draw(record))
     return 130 if len(runs) < len(order) else int(any(run["failure"] for run in runs))
 
 
