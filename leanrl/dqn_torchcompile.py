@@ -329,6 +329,7 @@ def main(args: Args) -> None:
         return state.state_dict()
 
     with Run(args, __file__, device, total_steps=args.total_timesteps // args.num_envs * args.num_envs) as run:
+        run.model = lambda: {"q_network": q_network.state_dict()}
         schedule = state.resume(run)
 
         with run.warmup(), untouched(state.tensors(), device):
@@ -371,7 +372,7 @@ def main(args: Args) -> None:
             if run.checkpoint_due():
                 run.checkpoint(state_dict())
 
-        run.finish(state_dict(), model={"q_network": q_network.state_dict()})
+        run.finish(state_dict())
     envs.close()
 
 

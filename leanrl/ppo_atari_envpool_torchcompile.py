@@ -106,7 +106,7 @@ def validate(args: Args) -> None:
     require_at_least(args, 1, "total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs")
     require_at_least(args, 1, "num_threads", "num_env_groups", "checkpoint_every")
     require_at_least(args, 0, "seed", "clip_coef", "ent_coef", "vf_coef", "target_kl")
-    require_positive(args, "learning_rate", "max_grad_norm", "max_seconds")
+    require_positive(args, "learning_rate", "max_grad_norm", "max_seconds", "snapshot_seconds")
     require_unit_interval(args, "gamma", "gae_lambda")
     if args.num_envs % args.num_env_groups:
         raise bad("num_env_groups", args.num_env_groups, f"must divide num_envs = {args.num_envs}")
@@ -464,6 +464,7 @@ def main(args: Args) -> None:
         return {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
 
     with Run(args, __file__, device, total_steps=num_iterations * batch_size) as run:
+        run.model = lambda: {"agent": agent.state_dict()}
         if run.resumed is not None:
             agent.load_state_dict(run.resumed["agent"])
             optimizer.load_state_dict(run.resumed["optimizer"])
@@ -532,7 +533,7 @@ def main(args: Args) -> None:
             if run.checkpoint_due():
                 run.checkpoint(state_dict())
 
-        run.finish(state_dict(), model={"agent": agent.state_dict()})
+        run.finish(state_dict())
     for pool in pools:
         pool.close()
 

@@ -84,7 +84,7 @@ def validate(args: Args) -> None:
     require_at_least(args, 1, "total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs")
     require_at_least(args, 1, "num_threads", "checkpoint_every")
     require_at_least(args, 0, "seed", "clip_coef", "ent_coef", "vf_coef", "target_kl")
-    require_positive(args, "learning_rate", "max_grad_norm", "max_seconds")
+    require_positive(args, "learning_rate", "max_grad_norm", "max_seconds", "snapshot_seconds")
     require_unit_interval(args, "gamma", "gae_lambda")
     batch_size = args.num_envs * args.num_steps
     if batch_size % args.num_minibatches:
@@ -347,6 +347,7 @@ def main(args: Args) -> None:
         }
 
     with Run(args, __file__, device, total_steps=num_iterations * batch_size) as run:
+        run.model = lambda: {"agent": agent.state_dict(), "obs_rms": rms_state(obs_normalizer.obs_rms)}
         if run.resumed is not None:
             agent.load_state_dict(run.resumed["agent"])
             optimizer.load_state_dict(run.resumed["optimizer"])
@@ -414,7 +415,7 @@ def main(args: Args) -> None:
             if run.checkpoint_due():
                 run.checkpoint(state_dict())
 
-        run.finish(state_dict(), model={"agent": agent.state_dict(), "obs_rms": rms_state(obs_normalizer.obs_rms)})
+        run.finish(state_dict())
     envs.close()
 
 

@@ -92,7 +92,7 @@ def validate(args: Args) -> None:
     require_at_least(args, 1, "total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs")
     require_at_least(args, 1, "num_threads", "checkpoint_every")
     require_at_least(args, 0, "seed")
-    require_positive(args, "learning_rate", "max_grad_norm", "exploration_fraction", "max_seconds")
+    require_positive(args, "learning_rate", "max_grad_norm", "exploration_fraction", "max_seconds", "snapshot_seconds")
     require_unit_interval(args, "gamma", "q_lambda", "start_e", "end_e")
     batch_size = args.num_envs * args.num_steps
     if batch_size % args.num_minibatches:
@@ -318,6 +318,7 @@ def main(args: Args) -> None:
         return {**trained, "envs": save_envs(envs, episodes)}
 
     with Run(args, __file__, device, total_steps=num_iterations * batch_size) as run:
+        run.model = lambda: {"q_network": q_network.state_dict()}
         if run.resumed is not None:
             q_network.load_state_dict(run.resumed["q_network"])
             optimizer.load_state_dict(run.resumed["optimizer"])
@@ -374,7 +375,7 @@ def main(args: Args) -> None:
             if run.checkpoint_due():
                 run.checkpoint(state_dict())
 
-        run.finish(state_dict(), model={"q_network": q_network.state_dict()})
+        run.finish(state_dict())
     envs.close()
 
 

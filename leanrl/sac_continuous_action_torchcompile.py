@@ -430,6 +430,7 @@ def main(args: Args) -> None:
     )
 
     with Run(args, __file__, device, total_steps=args.total_timesteps // args.num_envs * args.num_envs) as run:
+        run.model = lambda: {"actor": actor.state_dict()}
         schedule = state.resume(run)
 
         timestep_buffer = TimestepBuffer(args.num_envs, obs_dim, device)
@@ -480,7 +481,7 @@ def main(args: Args) -> None:
             if run.checkpoint_due():
                 run.checkpoint(state.state_dict())
 
-        run.finish(state.state_dict(), model={"actor": actor.state_dict()})
+        run.finish(state.state_dict())
     envs.close()
 
 

@@ -280,6 +280,7 @@ def main(args: Args) -> None:
     )
 
     with Run(args, __file__, device, total_steps=args.total_timesteps // args.num_envs * args.num_envs) as run:
+        run.model = lambda: {"actor": actor.state_dict()}
         schedule = state.resume(run)
 
         # resets: whether an environment's next step only resets it (NEXT_STEP autoreset).
@@ -314,7 +315,7 @@ def main(args: Args) -> None:
             if run.checkpoint_due():
                 run.checkpoint(state.state_dict())
 
-        run.finish(state.state_dict(), model={"actor": actor.state_dict()})
+        run.finish(state.state_dict())
     envs.close()
 
 

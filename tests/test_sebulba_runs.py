@@ -179,10 +179,10 @@ def test_a_stop_finishes_the_update_and_no_more(monkeypatch, tmp_path, script):
 
         return update._replace(run=run)
 
-    def finish(self, state, model):
+    def finish(self, state):
         # What is saved now may take longer than a thread would wait for its next parameters.
         assert not any(isinstance(thread, ActorThread) for thread in threading.enumerate())
-        return finish_run(self, state, model)
+        return finish_run(self, state)
 
     finish_run = Run.finish
     monkeypatch.setattr(Run, "finish", finish)

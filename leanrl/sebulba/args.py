@@ -83,7 +83,7 @@ def validate_runtime(args: SebulbaArgs) -> None:
     require_at_least(args, 0, "policy_lag")
     require_at_least(args, 1, "start_timeout")
     require_at_least(args, 2, "timeout")  # a process gives a sign of life twice a second
-    require_positive(args, "max_seconds")
+    require_positive(args, "max_seconds", "snapshot_seconds")
     if args.target_return is not None and not math.isfinite(args.target_return):
         raise bad("target_return", args.target_return, "must be a finite number")
     if args.upload_model:

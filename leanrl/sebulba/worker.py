@@ -243,7 +243,8 @@ class Worker:
         # After an early stop the threads wait for what never comes: a stall, if saving takes long.
         stop_threads()
         network = {name: getattr(args, name) for name in self.algorithm.network_flags}
-        run.finish(state_dict(), model={"agent": agent.state_dict(), "network": network})
+        run.model = lambda: {"agent": agent.state_dict(), "network": network}
+        run.finish(state_dict())
         if args.upload_model:
             print(f"model: {upload_run(run.dir, args.hf_entity)}", flush=True)
 

@@ -33,6 +33,9 @@ class RunArgs:
     """run directory to continue from its last checkpoint; its arguments are taken over"""
     max_seconds: float | None = None
     """end after so many seconds of training, all starts together; compilation, capture and random steps do not count"""
+    snapshot_seconds: float | None = None
+    """keep the model in snapshots/ at the first log point after each multiple of so many seconds, and at the end, for
+    `python -m leanrl.tools.speedrun`; the distributed scripts keep none"""
     save_model: bool = False
     """write model.pt at the end, which `python -m leanrl.tools.evaluate RUN_DIR` plays"""
     capture_video: bool = False

@@ -40,8 +40,8 @@ OLD_NAMES = {f"{name}_onegraph": f"{name}_torchcompile" for name in ONE_GRAPH}
 Policy = Callable[[np.ndarray], np.ndarray]
 
 
-def load_model(run_dir: Path) -> dict:
-    """The contents of ``model.pt``: script (by today's name), args, model.
+def load_model(run_dir: Path, file: str = "model.pt") -> dict:
+    """The contents of ``model.pt``, or of a snapshot: script (by today's name), args, model.
 
     Raises:
         UsageError: not a run directory, trained without ``--save-model``, a damaged file, or the model of another run.
@@ -52,9 +52,9 @@ def load_model(run_dir: Path) -> dict:
         of_run = (run["script"], run["args"]["env_id"])
     except (KeyError, TypeError):
         raise UsageError(f"{run_dir}/args.json: names no script and environment") from None
-    path = run_dir / "model.pt"
+    path = run_dir / file
     if not path.exists():
-        raise UsageError(f"{run_dir}: has no model.pt; train with --save-model")
+        raise UsageError(f"{run_dir}: has no {file}; train with --save-model")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         saved = {key: content[key] for key in ("script", "args", "model")}
@@ -113,7 +113,13 @@ def in_todays_layout(model: dict) -> dict:
 
 
 def play(
-    run_dir: Path, episodes: int, seed: int = 0, video: Path | None = None, progress=iter, sticky: bool = False
+    run_dir: Path,
+    episodes: int,
+    seed: int = 0,
+    video: Path | None = None,
+    progress=iter,
+    sticky: bool = False,
+    file: str = "model.pt",
 ) -> list[float]:
     """Plays ``episodes`` whole episodes with the saved policy; the same arguments give the same returns.
 
@@ -124,6 +130,7 @@ def play(
         video: where to write the first episode as mp4, in the time of its environment; None for no video.
         progress: wraps the range of episodes, e.g. tqdm.
         sticky: whether the actions stick; for Atari games.
+        file: the model's, in ``run_dir``.
 
     Returns:
         the undiscounted return of each episode; of Atari games the whole score, over all lives.
@@ -131,7 +138,7 @@ def play(
     Raises:
         UsageError: no usable model, or nothing here that can render.
     """
-    saved = load_model(run_dir)
+    saved = load_model(run_dir, file)
     protocol = atari_protocol(training_script(run_dir, saved), saved["args"])
     if sticky and protocol is None:
         raise UsageError(f"--sticky: {saved['args']['env_id']} has none; sticky actions are for Atari games")

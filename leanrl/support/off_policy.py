@@ -19,7 +19,7 @@ def require_off_policy(args) -> None:
     require_at_least(args, 1, "total_timesteps", "num_envs", "buffer_size", "batch_size")
     require_at_least(args, 1, "num_threads", "log_every", "checkpoint_every")
     require_at_least(args, 0, "seed", "learning_starts")
-    require_positive(args, "updates_per_step", "max_seconds")
+    require_positive(args, "updates_per_step", "max_seconds", "snapshot_seconds")
     require_unit_interval(args, "gamma", "tau")
     if args.total_timesteps < args.num_envs:
         raise bad("total_timesteps", args.total_timesteps, f"is less than one step of {args.num_envs} environments")

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -132,6 +133,7 @@ class Run:
         global_step: environment steps so far; the script advances it.
         optimizer_steps: gradient steps so far; the script advances it.
         resumed: state saved by ``checkpoint``, or None on a fresh start.
+        model: returns what the script's ``load_policy`` needs; the script sets it, a run without can't be played.
 
     Raises:
         UsageError: the directory exists (without ``--resume``), cannot be written, or holds no readable checkpoint.
@@ -156,6 +158,8 @@ class Run:
         self._sps_before = 0.0
         self._stop = StopRequest()
         self._progress = None
+        self._snapshots_due = 0
+        self.model: Callable[[], dict] | None = None
 
         if args.resume is not None:
             self.dir = Path(args.resume)
@@ -337,6 +341,10 @@ class Run:
         point.update({key: float(value) for key, value in metrics.items()})
         self._tracker.log(self.global_step, point)
         self._last_log = self.global_step
+        every = self.args.snapshot_seconds
+        if every is not None and self.wall_seconds // every > self._snapshots_due:
+            self._snapshots_due = self.wall_seconds // every
+            self._save_snapshot()
         for key, value in metrics.items():
             if key.endswith("_loss") and not math.isfinite(value):
                 raise RuntimeError(f"training diverged: {key} is {value} at step {self.global_step}")
@@ -373,11 +381,21 @@ class Run:
         save_checkpoint(self.dir / "checkpoints", self.global_step, self._identity, content)
         self._last_checkpoint = self.global_step
 
-    def save_model(self, model: dict) -> Path:
+    def save_model(self) -> Path:
         """Writes ``model.pt``: what the script's ``load_policy`` needs to play."""
         path = self.dir / "model.pt"
-        save_atomically({"script": self.script, "args": dataclasses.asdict(self.args), "model": model}, path)
+        save_atomically(self._playable(), path)
         return path
+
+    def _save_snapshot(self) -> None:
+        """Writes the model as it is now, with the time of ``time.time()``, to ``snapshots/step_....pt``."""
+        path = self.dir / "snapshots" / f"step_{self.global_step:012d}.pt"
+        if self.model is not None and not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            save_atomically({**self._playable(), "global_step": self.global_step, "time": time.time()}, path)
+
+    def _playable(self) -> dict:
+        return {"script": self.script, "args": dataclasses.asdict(self.args), "model": self.model()}
 
     def _former_summary(self) -> dict:
         try:
@@ -385,14 +403,15 @@ class Run:
         except FileNotFoundError:
             return {}
 
-    def finish(self, state: dict, model: dict | None = None) -> dict:
+    def finish(self, state: dict) -> dict:
         """Writes the last checkpoint and ``summary.json``, and what the flags ask for; returns the summary.
 
         Args:
             state: of the script, as for ``checkpoint``.
-            model: what the script's ``load_policy`` needs, for ``--save-model`` and ``--capture-video``.
         """
         sps = self.sps()
+        if self.args.snapshot_seconds is not None:
+            self._save_snapshot()
         if self.global_step == self._clock_start[1]:
             # A finished run was resumed, nothing was left to do: its speed is what it was.
             sps = self._former_summary().get("sps", sps)
@@ -416,13 +435,13 @@ class Run:
             "interrupted": self._stop.requested and self.global_step < self.total_steps,
         }
         write_json_atomically(self.dir / "summary.json", summary)
-        if model is not None and (self.args.save_model or self.args.capture_video):
-            self.save_model(model)
-        if model is not None and self.args.capture_video and not self._stop.requested:
+        if self.model is not None and (self.args.save_model or self.args.capture_video):
+            self.save_model()
+        if self.model is not None and self.args.capture_video and not self._stop.requested:
             self._stop.__exit__()  # all is saved: a signal may end the filming
             say("filming one episode")
             say(f"video: {record_video(self.dir)}")
-        if model is not None and self._progress is not None:
+        if self.model is not None and self._progress is not None:
             self._progress.close()
             print(self._what_next(), file=sys.stderr)
         return summary

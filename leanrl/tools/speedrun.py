@@ -1,0 +1,275 @@
+"""Time to score: the wall clock that training takes until the policy plays well, beside the record's.
+
+A TASK is an environment and a target. Time counts from the start of the process, imports and compilation included, to
+the first of two snapshots in a row whose policy reaches the target: the mean return of 10 episodes, with seeds that no
+training environment has. Snapshots are taken in training, every 5 % of the time that the task is expected to take, and
+played afterwards, off the clock. A run that takes three times the expected time is stopped and stands as "> X".
+
+The holder of the record and the contenders run in turn, a process each, with TorchInductor's cache cold (empty) and
+warm (filled by a short run before); the order turns around from seed to seed and ratios are taken within a seed. The
+seeds of records are 101 to 103; others are for tuning.
+
+    python -m leanrl.tools.speedrun cartpole
+    python -m leanrl.tools.speedrun cartpole --contenders "pqn_torchcompile:compile --num-envs 16" --cache warm
+    python -m leanrl.tools.speedrun cheetah5k --contenders "sac_continuous_action_torchcompile:compile --amp bf16" \\
+        --seeds 101 102 103
+"""
+
+import itertools
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+import numpy as np
+import torch
+import tyro
+from tqdm import tqdm
+
+from leanrl.support.errors import UsageError, bad
+from leanrl.support.evaluation import play
+from leanrl.tools.common import (
+    COLORS,
+    benchmark_record,
+    clean,
+    describe_machine,
+    markdown_table,
+    new_figure,
+    plural,
+    results_folder,
+    run_tool,
+    write_results,
+)
+from leanrl.tools.trials import (
+    RESERVED_FLAGS,
+    Contender,
+    Deadline,
+    Trial,
+    bare,
+    contenders_of,
+    peer_of,
+    require_distinct,
+    require_valid,
+    run_trial,
+    target_device,
+)
+
+EPISODES = 10
+"""of each snapshot's evaluation"""
+SNAPSHOTS = 20
+"""within the expected time"""
+PATIENCE = 3
+"""times the expected time, after which a run is stopped"""
+OWN_FLAGS = {*RESERVED_FLAGS, "--env-id", "--max-seconds", "--snapshot-seconds"} - {"--total-timesteps"}
+"""Flags of the scripts that this tool sets; how many steps a schedule goes over is a contender's own choice."""
+
+
+class Task(NamedTuple):
+    """What is to be learned, and how fast it has been."""
+
+    env_id: str
+    target: float
+    """mean return"""
+    holder: str
+    """of the record: SCRIPT:MODE FLAGS"""
+    seconds: float
+    """that the holder is expected to take"""
+
+
+SAC, PPO_ATARI = "sac_continuous_action_torchcompile:compile", "ppo_atari_envpool_torchcompile:compile"
+TASKS = {
+    "cartpole": Task("CartPole-v1", 475, "pqn_torchcompile:compile", 20),
+    "cheetah5k": Task("HalfCheetah-v5", 5_000, SAC, 900),
+    "cheetah10k": Task("HalfCheetah-v5", 10_000, SAC, 5_400),
+    "hopper": Task("Hopper-v5", 2_500, SAC, 1_200),
+    "pong": Task("Pong-v5", 18, PPO_ATARI, 3_600),
+    "breakout": Task("Breakout-v5", 100, PPO_ATARI, 3_600),
+}
+
+
+@dataclass
+class Args:
+    task: tyro.conf.Positional[str]
+    """cartpole, cheetah5k, cheetah10k, hopper, pong or breakout"""
+    contenders: tuple[str, ...] = ()
+    """SCRIPT[:MODE] and its flags each, beside the record's holder, which always runs"""
+    seeds: tuple[int, ...] = (1, 2, 3)
+    """every contender runs once with each"""
+    cache: Literal["cold", "warm", "both"] = "both"
+    """TorchInductor's cache at the start of a run"""
+    runs_dir: str = "runs"
+    """folder of the default --out"""
+    out: str | None = None
+    """folder for the results and the run directories; by default RUNS_DIR/speedrun/TIME"""
+    script_args: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="-- FLAGS")] = ()
+    """flags for every contender"""
+
+
+def main(args: Args) -> int:
+    require_distinct(args, "seeds")
+    if args.task not in TASKS:
+        raise bad("task", args.task, f"no such task; there are {', '.join(TASKS)}")
+    contenders = chosen(task := TASKS[args.task], args)
+    out = results_folder(args, "speedrun")
+    caches = ("cold", "warm") if args.cache == "both" else (args.cache,)
+    # One observation at a time is no work for two threads.
+    torch.set_num_threads(1)
+    order = []
+    for i, seed in enumerate(args.seeds):
+        order += itertools.product([seed], caches, contenders[::-1] if i % 2 else contenders)
+    runs = []
+    try:
+        for position, (seed, cache, contender) in enumerate(order, start=1):
+            print(f"[{position}/{len(order)}] {contender.label}, seed {seed}, {cache} cache", flush=True)
+            with tempfile.TemporaryDirectory() as folder:
+                if cache == "warm":
+                    short = replace(contender, command=(*contender.command, "--max-seconds=1"))
+                    run_with_cache(folder, short, seed, out / "runs" / "filling")
+                runs.append({"cache": cache, **timed(task, folder, contender, seed, out / "runs" / cache)})
+    except KeyboardInterrupt:
+        if not runs:
+            raise
+        print("\ninterrupted: the results of the runs so far", file=sys.stderr, flush=True)
+    device = target_device(args.script_args)
+    record = benchmark_record("speedrun", device) | {"task": args.task, **task._asdict(), "runs": runs}
+    write_results(out, "speedrun", record, f"{title(record)}\n\n{render_table(record)}", draw(record))
+    return 130 if len(runs) < len(order) else int(any(run["failure"] for run in runs))
+
+
+def chosen(task: Task, args: Args) -> list[Contender]:
+    """The holder of the task's record and ``--contenders``, with the flags of all. UsageError for what cannot run."""
+    entries = [task.holder, *args.contenders]
+    for word in itertools.chain(args.script_args, *(entry.split()[1:] for entry in entries)):
+        if bare(word) in OWN_FLAGS:
+            raise UsageError(f"{word}: is set by this tool itself, see --help")
+    flags = [f"--env-id={task.env_id}", "--checkpoint-every=None", f"--snapshot-seconds={task.seconds / SNAPSHOTS}"]
+    contenders = contenders_of(entries, "contenders", target_device(args.script_args), [*flags, *args.script_args])
+    for contender in contenders:
+        if peer_of(contender.label) or contender.label.startswith("cleanba"):
+            raise bad("contenders", contender.label, "keeps no snapshots")
+        require_valid(contender)
+    return contenders
+
+
+# ----------------------------------------------------------------------------------------------------------- MEASURING
+
+
+def run_with_cache(cache: str, *words) -> Trial:
+    """``run_trial`` with the folder ``cache`` as compile cache. SystemExit for bad input, which it reported."""
+    trial = run_trial(*words, variables={"TORCHINDUCTOR_CACHE_DIR": cache})
+    if trial.exit_code == 2:
+        raise SystemExit(2)
+    return trial
+
+
+def timed(task: Task, cache: str, contender: Contender, seed: int, runs_dir: Path) -> dict:
+    """One run and what its snapshots score, as a dictionary for the JSON; all times in seconds since its start."""
+    limit = PATIENCE * task.seconds
+    start = time.time()
+    trial = run_with_cache(cache, contender, seed, runs_dir, Deadline.within(limit))
+    ended = time.time() - start
+    failure = None if trial.was_cut_off else trial.failure
+    snapshots = [] if failure else evaluate(Path(trial.run_dir), start, limit, task.target)
+    return {
+        "label": contender.label,
+        "seed": seed,
+        "command": trial.command,
+        "failure": failure,
+        "ended": min(ended, limit),
+        "reached": reached(snapshots, task.target),
+        "snapshots": snapshots,
+        "args": trial.args,
+        "summary": trial.summary,
+    }
+
+
+def evaluate(run_dir: Path, start: float, limit: float, target: float) -> list[dict]:
+    """Plays a run's snapshots in order, those after ``limit`` left out, until the target is reached for good."""
+    snapshots = []
+    # disable=None: only on a terminal.
+    files = tqdm(sorted(run_dir.glob("snapshots/*.pt")), desc="evaluating", unit="snapshot", leave=False, disable=None)
+    for number, path in enumerate(files):
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        seconds = content["time"] - start
+        if seconds > limit or reached(snapshots, target) is not None:
+            break
+        returns = play(run_dir, EPISODES, seed=number, file=f"snapshots/{path.name}")
+        snapshots.append({"seconds": seconds, "global_step": content["global_step"], "returns": returns})
+    return snapshots
+
+
+def reached(snapshots: Sequence[dict], target: float) -> float | None:
+    """When the first of two snapshots in a row was taken whose mean return is the target at least; None for never."""
+    for first, second in itertools.pairwise(snapshots):
+        if min(statistics.fmean(first["returns"]), statistics.fmean(second["returns"])) >= target:
+            return first["seconds"]
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------------- RESULTS
+
+
+def minutes(run: dict) -> str:
+    """``3.25``; ``> 9.00`` where the target was not reached in that time."""
+    if run["failure"]:
+        return f"failed ({run['failure']})"
+    return f"{run['reached'] / 60:.2f}" if run["reached"] is not None else f"> {run['ended'] / 60:.2f}"
+
+
+def until(run: dict) -> float:
+    """Seconds to the target; infinite where it was not reached or the run failed."""
+    return math.inf if run["failure"] or run["reached"] is None else run["reached"]
+
+
+def render_table(record: dict) -> str:
+    """A markdown table: minutes to the target by contender and cache."""
+    labels, caches, seeds = ({run[key]: None for run in record["runs"]} for key in ("label", "cache", "seed"))
+    runs = {(run["label"], run["cache"], run["seed"]): run for run in record["runs"]}
+    holder, rows = next(iter(labels)), []
+    for label, cache in itertools.product(labels, caches):
+        own = {seed: runs[label, cache, seed] for seed in seeds if (label, cache, seed) in runs}
+        pairs = [(runs[holder, cache, seed], run) for seed, run in own.items() if (holder, cache, seed) in runs]
+        ratios = [until(theirs) / until(ours) for theirs, ours in pairs if until(theirs) + until(ours) < math.inf]
+        ratio = f"{statistics.median(ratios):.2f}x" if own and len(ratios) == len(own) else "-"
+        # Runs that never reached the target last; of an even number the upper one, which is a run's own.
+        by_time = sorted(own.values(), key=lambda run: (until(run), run["ended"]))
+        middle = minutes(by_time[len(own) // 2]) if own else "-"
+        rows.append((label, cache, ", ".join(map(minutes, own.values())), middle, ratio))
+    each = f"minutes of {plural('seed', list(seeds))}"
+    table = markdown_table(("program", "cache", each, "median", "vs holder"), rows)
+    return f"{table}\n\nvs holder (the first): how many times as fast, the median of the ratios within a seed."
+
+
+def title(record: dict) -> str:
+    """What was to be learned, and on what machine."""
+    return f"{record['env_id']} to {record['target']:,}, {describe_machine(record['machine'])}"
+
+
+def draw(record: dict):
+    """The figure: evaluated return against wall clock, a line a run, one panel a cache."""
+    caches = list(dict.fromkeys(run["cache"] for run in record["runs"]))
+    colors = dict(zip(dict.fromkeys(run["label"] for run in record["runs"]), itertools.cycle(COLORS[1:])))
+    figure = new_figure(7 * len(caches) + 1, 5)
+    panels = figure.subplots(1, len(caches), squeeze=False, sharex=True, sharey=True)[0]
+    for axes, cache in zip(panels, caches, strict=True):
+        for run in (run for run in record["runs"] if run["cache"] == cache):
+            points = [(snapshot["seconds"], statistics.fmean(snapshot["returns"])) for snapshot in run["snapshots"]]
+            axes.plot(*np.reshape(points, (-1, 2)).T, ".-", color=colors[run["label"]])
+        axes.axhline(record["target"], color="black", linestyle="--", linewidth=1)
+        axes.set_title(f"Mean return of {EPISODES} episodes, {cache} cache", loc="left")
+        axes.set_xlabel("seconds of wall clock since the process started")
+        axes.set_xlim(left=0)
+        clean(axes)
+    figure.suptitle(title(record), fontsize=11)
+    lines = [axes.plot([], [], color=color, label=label)[0] for label, color in colors.items()]
+    figure.legend(handles=lines, loc="outside lower center", frameon=False)
+    return figure
+
+
+if __name__ == "__main__":
+    run_tool(main, Args)

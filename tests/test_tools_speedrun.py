@@ -1,0 +1,93 @@
+"""leanrl.tools.speedrun: when a target counts as reached, what the table says of it, and one real run."""
+
+import json
+
+import pytest
+import torch
+from scripts import cells, run_tool_in_process
+
+from leanrl.tools import speedrun
+from leanrl.tools.speedrun import TASKS, Task, chosen, draw, reached, render_table
+
+
+def snapshots(*means):
+    """One every 10 seconds, of two episodes each."""
+    return [{"seconds": 10.0 * i, "returns": [mean - 1, mean + 1]} for i, mean in enumerate(means, start=1)]
+
+
+def finished(label, seed, seconds, cache="warm", ended=60.0, failure=None):
+    return {"label": label, "cache": cache, "seed": seed, "reached": seconds, "ended": ended, "failure": failure}
+
+
+@pytest.mark.parametrize(
+    ("means", "seconds"),
+    [
+        ((), None),
+        ((100,), None),
+        ((0, 100), None),
+        ((100, 0, 100, 0), None),
+        ((100, 0, 100, 100), 30.0),
+        ((99.9, 100, 101, 0, 0), 20.0),
+    ],
+)
+def test_two_snapshots_in_a_row_reach_a_target(means, seconds):
+    assert reached(snapshots(*means), 100) == seconds
+
+
+def test_table_and_picture():
+    runs = [finished("holder", seed, seconds) for seed, seconds in ((1, 60.0), (2, 120.0), (3, 90.0))]
+    runs += [finished("fast", seed, seconds) for seed, seconds in ((1, 30.0), (2, 40.0), (3, 90.0))]
+    runs += [finished("stuck", 1, 6.0), finished("stuck", 2, None, ended=360.0), finished("stuck", 3, None)]
+    runs += [finished("broken", 2, None, failure="exit 1")]
+    assert cells(render_table({"runs": runs})) == [
+        ["holder", "warm", "1.00, 2.00, 1.50", "1.50", "1.00x"],
+        ["fast", "warm", "0.50, 0.67, 1.50", "0.67", "2.00x"],
+        ["stuck", "warm", "0.10, > 6.00, > 1.00", "> 1.00", "-"],
+        ["broken", "warm", "failed (exit 1)", "failed (exit 1)", "-"],
+    ]
+    runs = [{**run, "snapshots": snapshots(*range(run["seed"]))} for run in runs]
+    machine = {"device_name": "a machine", "cpu_cores": 2, "versions": {"torch": "2"}}
+    (axes,) = draw({"runs": runs, "env_id": "CartPole-v1", "target": 475, "machine": machine}).axes
+    *curves, target = (line for line in axes.lines if len(line.get_xdata()))
+    assert len(curves) == len(runs) and list(target.get_ydata()) == [475, 475]
+    assert list(curves[2].get_xdata()) == [10, 20, 30] and list(curves[2].get_ydata()) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["chess"], "chess: no such task; there are cartpole"),
+        (["cartpole", "--seeds", "1", "1"], "none twice"),
+        (["cartpole", "--contenders", "pqn --env-id Acrobot-v1"], "--env-id: is set by this tool"),
+        (["cartpole", "--contenders", "pqn --no-such-flag 1"], "does not take"),
+        (["cartpole", "--contenders", "cleanba_ppo"], "keeps no snapshots"),
+    ],
+)
+def test_bad_input_is_one_line(monkeypatch, capsys, argv, said):
+    monkeypatch.setitem(TASKS, "cartpole", Task("CartPole-v1", 475, "pqn_torchcompile:eager", 20))
+    assert run_tool_in_process(monkeypatch, speedrun, *argv) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_holder_can_run(monkeypatch, task):
+    monkeypatch.setattr("leanrl.support.devices.has_compiler", lambda _: True)
+    (holder,) = chosen(TASKS[task], speedrun.Args(task))
+    assert f"--env-id={TASKS[task].env_id}" in holder.command
+
+
+def test_a_real_run(monkeypatch, tmp_path):
+    holder = "pqn_torchcompile:eager --total-timesteps 4096"
+    monkeypatch.setitem(TASKS, "cartpole", Task("CartPole-v1", 5, holder, 100.0))
+    # Every log point is a snapshot.
+    monkeypatch.setattr(speedrun, "SNAPSHOTS", 10**6)
+    argv = ["cartpole", "--seeds", 1, "--cache", "cold", "--out", tmp_path]
+    assert run_tool_in_process(monkeypatch, speedrun, *argv) == 0
+    (run,) = json.loads((tmp_path / "speedrun.json").read_text())["runs"]
+    first, second = run["snapshots"]  # any policy balances for so long
+    assert first["global_step"] == 512 and second["global_step"] == 1024 and len(second["returns"]) == 10
+    assert 0 < run["reached"] == first["seconds"] < second["seconds"] < run["ended"]
+    files = sorted(tmp_path.glob("runs/cold/*/snapshots/step_*.pt"))
+    assert len(files) == 8 and set(torch.load(files[-1])["model"]) == {"q_network"}
+    assert (tmp_path / "speedrun.png").exists() and "pqn_torchcompile" in (tmp_path / "table.md").read_text()
