@@ -357,6 +357,7 @@ def main(args: Args) -> None:
         return {"q_network": q_network.state_dict(), "optimizer": optimizer.state_dict()}
 
     with Run(args, __file__, device, total_steps=num_iterations * batch_size) as run:
+        run.model = lambda: {"q_network": q_network.state_dict()}
         if run.resumed is not None:
             q_network.load_state_dict(run.resumed["q_network"])
             optimizer.load_state_dict(run.resumed["optimizer"])
@@ -424,7 +425,7 @@ def main(args: Args) -> None:
             if run.checkpoint_due():
                 run.checkpoint(state_dict())
 
-        run.finish(state_dict(), model={"q_network": q_network.state_dict()})
+        run.finish(state_dict())
     envs.close()
 
 

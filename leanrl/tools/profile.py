@@ -130,6 +130,8 @@ def contender_of(entry: str, flags: Sequence[str]) -> trials.Contender:
         trials.check_script_args(words)
     if entry.startswith(tuple(trials.DISTRIBUTED)):
         raise UsageError(f"{entry}: metrics.jsonl of a distributed run tells its parts already, as stats/")
+    if entry.startswith("pqn_atari"):
+        raise UsageError(f"{entry}: on Atari only PPO is taken apart")
     try:
         contender, *others = trials.contenders_of([entry], "scripts", trials.target_device(flags), flags)
     except UsageError as error:
