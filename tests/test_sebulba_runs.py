@@ -61,9 +61,15 @@ def free_port():
 
 @pytest.mark.parametrize("script", DISTRIBUTED)
 def test_a_run_and_its_records(monkeypatch, tmp_path, script):
-    flags = tiny(tmp_path, "--total-timesteps=5200", "--save-model")
+    flags = tiny(tmp_path, "--total-timesteps=5200", "--save-model", "--snapshot-seconds=0.001")
     assert run_alone(monkeypatch, script, *flags) == 0
     run_dir = tmp_path / "run"
+    first, *_, last = sorted((run_dir / "snapshots").iterdir())
+    assert (first.name, last.name) == ("step_000000000256.pt", "step_000000005120.pt")
+    weights = [torch.load(path, weights_only=True)["model"]["agent"] for path in (first, last, run_dir / "model.pt")]
+    assert not all(torch.equal(*both) for both in zip(*(x.values() for x in weights[:2]), strict=True))
+    assert all(torch.equal(*both) for both in zip(*(x.values() for x in weights[1:]), strict=True))
+    assert len(play(run_dir, 1, file=f"snapshots/{first.name}")) == 1
     result = summary(run_dir)
     # Whole rollouts of 2 threads * 8 environments * 16 steps only.
     assert (result["global_step"], result["num_envs"], result["interrupted"]) == (5120, 16, False)

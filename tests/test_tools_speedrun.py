@@ -60,7 +60,6 @@ def test_table_and_picture():
         (["cartpole", "--seeds", "1", "1"], "none twice"),
         (["cartpole", "--contenders", "pqn --env-id Acrobot-v1"], "--env-id: is set by this tool"),
         (["cartpole", "--contenders", "pqn --no-such-flag 1"], "does not take"),
-        (["cartpole", "--contenders", "cleanba_ppo"], "keeps no snapshots"),
     ],
 )
 def test_bad_input_is_one_line(monkeypatch, capsys, argv, said):

@@ -215,6 +215,8 @@ class Worker:
     ) -> None:
         """Takes the updates ``numbers`` and keeps the run directory."""
         args = self.args
+        network = {name: getattr(args, name) for name in self.algorithm.network_flags}
+        run.model = lambda: {"agent": agent.state_dict(), "network": network}
 
         def state_dict() -> dict:
             return {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
@@ -242,8 +244,6 @@ class Worker:
             records.close()
         # After an early stop the threads wait for what never comes: a stall, if saving takes long.
         stop_threads()
-        network = {name: getattr(args, name) for name in self.algorithm.network_flags}
-        run.model = lambda: {"agent": agent.state_dict(), "network": network}
         run.finish(state_dict())
         if args.upload_model:
             print(f"model: {upload_run(run.dir, args.hf_entity)}", flush=True)

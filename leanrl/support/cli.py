@@ -35,7 +35,7 @@ class RunArgs:
     """end after so many seconds of training, all starts together; compilation, capture and random steps do not count"""
     snapshot_seconds: float | None = None
     """keep the model in snapshots/ at the first log point after each multiple of so many seconds, and at the end, for
-    `python -m leanrl.tools.speedrun`; the distributed scripts keep none"""
+    `python -m leanrl.tools.speedrun`"""
     save_model: bool = False
     """write model.pt at the end, which `python -m leanrl.tools.evaluate RUN_DIR` plays"""
     capture_video: bool = False

@@ -150,7 +150,7 @@ def chosen(task: Task, args: Args) -> list[Contender]:
     flags = [f"--env-id={task.env_id}", "--checkpoint-every=None", f"--snapshot-seconds={task.seconds / SNAPSHOTS}"]
     contenders = contenders_of(entries, "contenders", target_device(args.script_args), [*flags, *args.script_args])
     for contender in contenders:
-        if peer_of(contender.label) or contender.label.startswith("cleanba"):
+        if peer_of(contender.label):
             raise bad("contenders", contender.label, "keeps no snapshots")
         require_valid(contender)
     return contenders
