@@ -12,7 +12,8 @@ if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
     os.sched_setaffinity(0, cores[first :: int(os.environ["PYTEST_XDIST_WORKER_COUNT"])] or cores)
 
 import torch
-from scripts import SCRIPTS, run, start_process, tiny, with_long
+from filelock import FileLock
+from scripts import FINISHED, SCRIPTS, run_tiny, start_process, with_long
 
 
 def pytest_addoption(parser):
@@ -53,10 +54,13 @@ def script(request):
 
 @pytest.fixture(scope="session")
 def finished_run(script, tmp_path_factory):
-    """The directory of a tiny run of ``script``, 30 log points, seed 1. Copy it before changing it."""
-    folder = tmp_path_factory.mktemp("finished")
-    assert run(script, *tiny(script), "--total-timesteps", 1920, "--runs-dir", folder, "--run-name", "run") == 0
-    return folder / "run"
+    """The directory of a tiny run of ``script``, seed 1, of all workers. Copy it before changing it."""
+    shared = tmp_path_factory.getbasetemp()
+    folder = (shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared) / "finished"
+    with FileLock(f"{folder}-{script}.lock"):
+        if not (folder / script).exists():
+            run_tiny(script, folder, f"--total-timesteps={FINISHED}", name=script)
+    return folder / script
 
 
 @pytest.fixture

@@ -39,6 +39,8 @@ ONE_GRAPH_SCRIPTS = [name for name in FAST_SCRIPTS if name.startswith(("sac", "t
 LONG_SCRIPTS = ["ppo_atari_envpool", "pqn_atari_envpool"]
 # One of each kind, for what all scripts leave to support/.
 KINDS = ["ppo_continuous_action", "td3_continuous_action_torchcompile"]
+# Environment steps of ``finished_run``: 15 log points.
+FINISHED = 960
 
 
 def with_long(names: list[str]) -> list:
@@ -78,6 +80,9 @@ def tiny_optimizer_steps(script: str, steps: int) -> int:
 def run(script: str, *flags) -> int:
     """Runs a script in this process and returns its exit code."""
     module = importlib.import_module(f"leanrl.{script}")
+    # As in a new process: what an earlier run has set would change how this one rounds.
+    torch.set_flush_denormal(False)
+    torch.backends.mkldnn.matmul.fp32_precision = "none"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [f"{script}.py", *map(str, flags)])
         try:
@@ -85,6 +90,12 @@ def run(script: str, *flags) -> int:
         except SystemExit as end:
             return end.code or 0
     return 0
+
+
+def run_tiny(script: str, folder: Path, *flags, name: str = "run") -> Path:
+    """A tiny run of ``script`` in ``folder / name``, which it returns; ``flags`` come last and win."""
+    assert run(script, *tiny(script), "--runs-dir", folder, "--run-name", name, *flags) == 0
+    return folder / name
 
 
 def run_until(script: str, step: int, *flags, after_an_end: bool = False) -> int:
@@ -125,7 +136,7 @@ def run_on_a_terminal(script: str, *flags, seconds: float = 240) -> tuple[int, l
         os.close(ours)
 
 
-def wait_until(condition, process: subprocess.Popen, seconds: float = 120):
+def wait_until(condition, process: subprocess.Popen, seconds: float = 300):
     """Waits until ``condition()`` holds and returns its value; the process must still run then."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):

@@ -2,12 +2,14 @@
 
 import importlib
 from contextlib import nullcontext
-from copy import deepcopy
+from functools import partial
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from test_off_policy_equality import LOW, OBS_DIM, PARTS
+from test_on_policy_equality import NUM_ACTIONS, make_side, mode_args, modules_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -15,12 +17,11 @@ from leanrl.sebulba.actor import make_act
 from leanrl.sebulba.algorithm import Shards
 from leanrl.sebulba.rollout import Rollout
 from leanrl.support.layers import Float32
+from leanrl.support.normalization import RunningMoments
 from leanrl.support.optim import Adam
 from leanrl.support.replay import LastStep, Replay
 
-META, CPU = torch.device("meta"), torch.device("cpu")
-OBS_DIM, NUM_ENVS = 5, 3
-LOW, HIGH = np.float32([-3.0, -0.4]), np.float32([3.0, 0.2])
+META, NUM_ENVS = torch.device("meta"), 3
 
 
 class Watch(TorchDispatchMode):
@@ -50,92 +51,70 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Float32, "forward", lambda layer, x: super(Float32, layer).forward(x))
 
 
-TIMESTEP = torch.zeros(NUM_ENVS, OBS_DIM + 3, device=META)
-
-
-def off_policy_storage() -> tuple[Replay, LastStep]:
-    return Replay(100, OBS_DIM, len(LOW), META), LastStep.allocate(NUM_ENVS, OBS_DIM, len(LOW), META)
+def off_policy(name: str) -> tuple:
+    """The fast variant, its replay and last step, its networks and optimisers by name, and its update."""
+    script = importlib.import_module(f"leanrl.{name}_torchcompile")
+    parts = PARTS[name[:3]](script, Adam, script.Args(), META)
+    width = 1 if name == "dqn" else len(LOW)
+    replay, last = Replay(100, OBS_DIM, width, META), LastStep.allocate(NUM_ENVS, OBS_DIM, width, META)
+    update, _ = script.make_update(**parts, replay=replay, args=script.Args())
+    return script, replay, last, parts, update
 
 
 def td3():
-    script = importlib.import_module("leanrl.td3_continuous_action_torchcompile")
-    actor, critics = script.Actor(OBS_DIM, LOW, HIGH).to(META), script.Critics(OBS_DIM, len(LOW)).to(META)
-    replay, last = off_policy_storage()
-    optimizers = [Adam(network.parameters(), lr=1e-3) for network in (actor, critics)]
-    update, _ = script.make_update(
-        actor, critics, deepcopy(actor), deepcopy(critics), *optimizers, replay, script.Args()
-    )
-    observe, act, _ = script.make_acting(actor, replay, last, script.Args())
-    return [lambda: observe(TIMESTEP), lambda: update(False), lambda: update(True), act]
+    script, replay, last, parts, update = off_policy("td3_continuous_action")
+    observe, act, _ = script.make_acting(parts["actor"], replay, last, script.Args())
+    timestep = torch.zeros(NUM_ENVS, OBS_DIM + 3, device=META)
+    return [lambda: observe(timestep), lambda: update(False), lambda: update(True), act]
 
 
 def sac():
-    script = importlib.import_module("leanrl.sac_continuous_action_torchcompile")
-    actor, critics = script.Actor(OBS_DIM, LOW, HIGH).to(META), script.Critics(OBS_DIM, len(LOW)).to(META)
-    replay, last = off_policy_storage()
-    log_alpha = torch.zeros(1, device=META, requires_grad=True)
-    optimizers = [Adam(params, lr=1e-3) for params in (actor.parameters(), critics.parameters(), [log_alpha])]
-    update, _ = script.make_update(actor, critics, deepcopy(critics), log_alpha, *optimizers, replay, script.Args())
-    observe, act, _ = script.make_acting(actor, replay, last)
-    return [lambda: observe(TIMESTEP), lambda: update(False, True), lambda: update(True, True), act]
+    script, replay, last, parts, update = off_policy("sac_continuous_action")
+    observe, act, _ = script.make_acting(parts["actor"], replay, last)
+    timestep = torch.zeros(NUM_ENVS, OBS_DIM + 3, device=META)
+    return [lambda: observe(timestep), lambda: update(False, True), lambda: update(True, True), act]
 
 
 def dqn():
-    script = importlib.import_module("leanrl.dqn_torchcompile")
-    network = script.QNetwork(OBS_DIM, 3).to(META)
-    replay = Replay(100, OBS_DIM, 1, META)
-    staging = script.Staging(4, NUM_ENVS, OBS_DIM, CPU)
+    script, replay, _, parts, update = off_policy("dqn")
+    staging = script.Staging(4, NUM_ENVS, OBS_DIM, torch.device("cpu"))
     rows, obs = staging.take().to(META), torch.zeros(NUM_ENVS, OBS_DIM, device=META)
-    optimizer = Adam(network.parameters(), lr=1e-3)
-    update, _ = script.make_update(network, deepcopy(network), optimizer, replay, script.Args())
-    _, learn, update = script.make_executables(network, replay, staging, update, script.Args())
-    return [lambda: script.greedy(network, obs), lambda: learn(rows), update]
+    _, learn, update = script.make_executables(parts["q_network"], replay, staging, update, script.Args())
+    return [lambda: script.greedy(parts["q_network"], obs), lambda: learn(rows), update]
+
+
+def on_policy(script: str) -> tuple:
+    """The fast variant's network, rollout and the like, its arguments, and its update of eight rows."""
+    args, _ = mode_args(script, "eager", num_envs=NUM_ENVS, num_steps=16)
+    side = make_side(modules_of(script)[1], Adam, args, META)
+    return side, args, lambda: side.update(torch.arange(8, device=META))
 
 
 def pqn():
-    script = importlib.import_module("leanrl.pqn_torchcompile")
-    network = script.QNetwork(OBS_DIM, 3).to(META)
-    rollout = script.Rollout.allocate(16, NUM_ENVS, OBS_DIM, META)
-    update = script.make_update(network, Adam(network.parameters(), lr=1e-3, eps=1e-5), rollout, script.Args())
-    obs, inds = torch.zeros(NUM_ENVS, OBS_DIM, device=META), torch.arange(8, device=META)
-    return [lambda: script.greedy(network, obs), lambda: update(inds)]
+    side, _, update = on_policy("pqn")
+    return [lambda: side.module.greedy(side.network, side.rollout.obs[0]), update]
 
 
 def ppo():
-    script = importlib.import_module("leanrl.ppo_continuous_action_torchcompile")
-    agent = script.Agent(OBS_DIM, len(LOW)).to(META)
-    rollout = script.Rollout.allocate(16, NUM_ENVS, OBS_DIM, len(LOW), META)
-    moments = script.RunningMoments.start((OBS_DIM,), META)
-    noise, row = torch.zeros_like(rollout.actions), torch.zeros(1, dtype=torch.int64, device=META)
-    *_, policy_step = script.make_acting(agent, moments, rollout, noise, row, LOW, HIGH, as_sums=False)
-    update = script.make_update(agent, Adam(agent.parameters(), lr=1e-3, eps=1e-5), rollout, script.Args())
-    obs = torch.zeros(NUM_ENVS, OBS_DIM, dtype=torch.float64, device=META)
-    inds = torch.arange(8, device=META)
-    return [lambda: policy_step(obs), lambda: update(inds)]
+    side, _, update = on_policy("ppo_continuous_action")
+    moments, bound = RunningMoments.start(side.rollout.obs.shape[2:], META), np.ones(NUM_ACTIONS, np.float32)
+    noise, row = torch.zeros_like(side.rollout.actions), torch.zeros(1, dtype=torch.int64, device=META)
+    obs, bounds = side.rollout.obs[0].double(), (-bound, bound)
+    *_, policy_step = side.module.make_acting(side.network, moments, side.rollout, noise, row, *bounds, as_sums=False)
+    return [lambda: policy_step(obs), update]
 
 
 def ppo_atari():
-    script = importlib.import_module("leanrl.ppo_atari_envpool_torchcompile")
-    args = script.Args(num_envs=NUM_ENVS, num_steps=4)
-    agent = script.Agent(3).to(META, memory_format=torch.channels_last)
-    obs = torch.zeros(NUM_ENVS, 4, 84, 84, dtype=torch.uint8, device=META)
-    rollout = script.Rollout.allocate(obs, args)
-    policy_step, _ = script.make_policy_step(agent, rollout, torch.zeros(5, NUM_ENVS, 3, device=META), args)
-    update = script.make_update(agent, Adam(agent.parameters(), lr=1e-3, eps=1e-5), rollout, args)
-    inds = torch.arange(8, device=META)
-    return [lambda: policy_step(obs), lambda: update(inds)]
+    side, args, update = on_policy("ppo_atari_envpool")
+    noise = torch.zeros(args.num_steps + 1, NUM_ENVS, NUM_ACTIONS, device=META)
+    policy_step, _ = side.module.make_policy_step(side.network, side.rollout, noise, args)
+    return [lambda: policy_step(side.rollout.obs[0]), update]
 
 
 def pqn_atari():
-    script = importlib.import_module("leanrl.pqn_atari_envpool_torchcompile")
-    args = script.Args(num_envs=NUM_ENVS, num_steps=4)
-    network = script.QNetwork(3).to(META, memory_format=torch.channels_last)
-    obs = torch.zeros(NUM_ENVS, 4, 84, 84, dtype=torch.uint8, device=META)
-    rollout = script.Rollout.allocate(obs, args)
-    policy_step, _ = script.make_policy_step(network, rollout, args)
-    update = script.make_update(network, Adam(network.parameters(), lr=1e-3, eps=1e-5), rollout, args)
-    inds = torch.arange(8, device=META)
-    return [lambda: policy_step(obs), lambda: update(inds)]
+    side, args, update = on_policy("pqn_atari_envpool")
+    policy_step, _ = side.module.make_policy_step(side.network, side.rollout, args)
+    return [lambda: policy_step(side.rollout.obs[0]), update]
 
 
 def actor_learner(name: str):
@@ -151,26 +130,17 @@ def actor_learner(name: str):
     return [update.warm_up, lambda: act(rollout.obs[0], torch.zeros(NUM_ENVS, 3, device=META))]
 
 
-def cleanba_ppo():
-    return actor_learner("cleanba_ppo")
+cleanba_ppo, cleanba_impala = (partial(actor_learner, name) for name in ("cleanba_ppo", "cleanba_impala"))
 
 
-def cleanba_impala():
-    return actor_learner("cleanba_impala")
-
-
-@pytest.mark.parametrize(
-    "make", [td3, sac, dqn, pqn, ppo, ppo_atari, pqn_atari, cleanba_ppo, cleanba_impala], ids=lambda make: make.__name__
-)
+@pytest.mark.parametrize("make", [td3, sac, dqn, pqn, ppo, ppo_atari, pqn_atari, cleanba_ppo, cleanba_impala])
 def test_nothing_leaves_the_device(make, monkeypatch):
     as_on_a_gpu(monkeypatch)
-    backward = make in FORMER_OPERATIONS
-    with torch.no_grad():
-        steps = make() if not backward else None
-    for captured in steps or make():
-        with Watch() as watch, torch.set_grad_enabled(backward):
-            captured()
-        assert watch.count > 5 and not watch.off_device
+    with torch.set_grad_enabled(make in FORMER_OPERATIONS):
+        for captured in make():
+            with Watch() as watch:
+                captured()
+            assert watch.count > 5 and not watch.off_device
     with Watch() as watch:  # and what does leave it is seen
         torch.zeros(3).to(META)
     assert watch.off_device

@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import pytest
 import torch
-from scripts import REFERENCES
+from scripts import ON_POLICY_REFERENCES, REFERENCES
 
 PPO = {"gamma": 0.99, "gae_lambda": 0.95, "update_epochs": 10, "num_minibatches": 32, "num_steps": 2048, "num_envs": 1}
 PPO |= {"learning_rate": 3e-4, "anneal_lr": True, "norm_adv": True, "clip_coef": 0.2, "clip_vloss": True}
@@ -63,30 +63,18 @@ def assert_orthogonal(layers, gains):
         assert not layer.bias.any()
 
 
-@pytest.mark.parametrize("script", ["ppo_continuous_action", "ppo_continuous_action_torchcompile"])
-def test_ppo_starts_orthogonal(script):
-    agent = importlib.import_module(f"leanrl.{script}").Agent(17, 6)
+def test_networks_start_orthogonal():
+    """The fast variants have them in the same words."""
+    ppo, atari, pqn, pqn_atari = (importlib.import_module(f"leanrl.{script}") for script in ON_POLICY_REFERENCES)
+    agent = ppo.Agent(17, 6)
     assert_orthogonal(agent.actor_mean[::2], (2**0.5, 2**0.5, 0.01))
     assert_orthogonal(agent.critic[::2], (2**0.5, 2**0.5, 1.0))
     assert not agent.actor_logstd.any()
-
-
-@pytest.mark.parametrize("script", ["pqn", "pqn_torchcompile"])
-def test_pqn_starts_orthogonal(script):
-    network = importlib.import_module(f"leanrl.{script}").QNetwork(4, 2)
-    assert_orthogonal(list(network)[::3], [2**0.5] * 3)
-
-
-def test_pqn_on_atari_starts_orthogonal():
-    network = importlib.import_module("leanrl.pqn_atari_envpool").QNetwork(4)
-    assert_orthogonal([network[i] for i in (0, 3, 6, 10, 13)], [2**0.5] * 5)
-
-
-def test_atari_starts_orthogonal():
-    """The fast variant's network computes what this one does: test_ppo_atari.py."""
-    agent = importlib.import_module("leanrl.ppo_atari_envpool").Agent(4)
+    agent = atari.Agent(4)
     layers = [layer for layer in agent.network if hasattr(layer, "weight")]
     assert_orthogonal([*layers, agent.actor, agent.critic], (*[2**0.5] * 4, 0.01, 1.0))
+    assert_orthogonal(pqn.QNetwork(4, 2)[::3], [2**0.5] * 3)
+    assert_orthogonal([pqn_atari.QNetwork(4)[i] for i in (0, 3, 6, 10, 13)], [2**0.5] * 5)
 
 
 @pytest.mark.parametrize("script", ["cleanba_ppo", "cleanba_impala"])

@@ -5,7 +5,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 from scripts import course, leaves, newest_checkpoint, run, start_process, summary, tiny
-from test_ppo_atari import SmallNetwork, catch
+from test_atari_runs import play_catch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -87,9 +87,7 @@ def recorded_graphs(monkeypatch) -> list[RecordedGraph]:
 
 @pytest.fixture
 def on_catch(monkeypatch) -> None:
-    """The script plays Catch with a small network; all else is its own."""
-    monkeypatch.setattr(fast, "Agent", type("SmallAgent", (SmallNetwork, fast.Agent), {}))
-    monkeypatch.setattr(fast, "make_atari_envs", catch)
+    play_catch(monkeypatch, SCRIPT)
 
 
 CATCH = ["--env-id=Catch-v0", "--num-threads=1", "--num-steps=32", "--learning-rate=0.001"]

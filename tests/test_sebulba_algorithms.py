@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from sebulba_runs import DISTRIBUTED
-from test_ppo_targets import random_rollout, slow_gae
+from test_on_policy_targets import random_rollout, slow_gae
 
 import leanrl.cleanba_impala as impala
 import leanrl.cleanba_ppo as ppo

@@ -9,7 +9,7 @@ import pytest
 import torch
 from scripts import newest_checkpoint, summary
 from sebulba_runs import run_alone, tiny
-from test_ppo_targets import slow_gae
+from test_on_policy_targets import slow_gae
 from test_sebulba_algorithms import slow_vtrace
 
 import leanrl.cleanba_impala as impala

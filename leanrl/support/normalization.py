@@ -1,6 +1,6 @@
 """Gymnasium's vector NormalizeObservation and NormalizeReward as tensor operations, for the fast variants.
 
-The wrappers cost more than a MuJoCo simulator. Tested equal to them in tests/test_ppo_continuous_equality.py.
+The wrappers cost more than a MuJoCo simulator. Tested equal to them in tests/test_ppo_continuous.py.
 """
 
 from dataclasses import dataclass

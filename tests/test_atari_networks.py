@@ -1,0 +1,102 @@
+"""The networks on Atari against slow transcriptions; the fast variants have them in the same words."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_on_policy_equality import random_frames
+
+import leanrl.ppo_atari_envpool as ppo
+import leanrl.pqn_atari_envpool as pqn
+
+
+def slow_convolution(layer, x, rounded):
+    """[B, C, H, W] -> [B, out, H', W'] in float64, pixel for pixel; ``rounded`` is what goes in and out."""
+    weight, bias = rounded(layer.weight.double()), rounded(layer.bias.double())
+    (size, _), (stride, _) = layer.kernel_size, layer.stride
+    out = (x.shape[-1] - size) // stride + 1
+    pixels = torch.zeros(len(x), len(weight), out, out, dtype=torch.float64)
+    for i in range(out):
+        for j in range(out):
+            patch = rounded(x[:, :, i * stride : i * stride + size, j * stride : j * stride + size])
+            pixels[:, :, i, j] = (patch[:, None] * weight).sum((2, 3, 4)) + bias
+    return rounded(pixels)
+
+
+def slow_product(layer, x, rounded=lambda x: x):
+    return rounded((rounded(x)[:, None] * rounded(layer.weight.double())).sum(2) + rounded(layer.bias.double()))
+
+
+def slow_ppo(agent, obs, rounded):
+    """Logits and values."""
+    first, _, second, _, third, _, _, hidden, _ = agent.network
+    x = obs.double() / 255
+    for layer in (first, second, third):
+        x = torch.relu(slow_convolution(layer, x, rounded))
+    assert x.shape[1:] == (64, 7, 7)
+    x = torch.relu(slow_product(hidden, x.flatten(1), rounded))
+    return slow_product(agent.actor, x), slow_product(agent.critic, x)[:, 0]
+
+
+@pytest.mark.parametrize("amp", [False, True], ids=["float32", "bf16"])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=["NCHW", "NHWC"])
+@torch.no_grad()
+def test_ppos_network_is_the_papers(memory_format, amp):
+    torch.manual_seed(0)
+    agent = ppo.Agent(4)
+    for layer in (*agent.network, agent.actor, agent.critic):
+        if hasattr(layer, "bias"):
+            layer.bias.normal_(std=0.1)
+    agent.actor.weight *= 100  # as far from nothing as the values
+    obs = random_frames(3)
+    logits, expected = slow_ppo(agent, obs, (lambda x: x.bfloat16().double()) if amp else lambda x: x)
+    agent.to(memory_format=memory_format)
+    with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+        probs, values = agent(obs)
+    tolerance = 1e-3 if amp else 1e-5
+    if amp:  # and what is not rounded would be seen
+        exact, _ = slow_ppo(agent, obs, lambda x: x)
+        assert (exact - logits).abs().max() > 2 * tolerance
+    assert logits.std() > 0.3 and expected.std() > 0.03
+    assert probs.logits.dtype == values.dtype == torch.float32
+    torch.testing.assert_close(probs.logits.double(), logits.log_softmax(1), rtol=0, atol=tolerance)
+    torch.testing.assert_close(values.double(), expected, rtol=0, atol=tolerance)
+
+
+def slow_norm(layer, x):
+    """Over all but the batch; the layer's weights are [H, W, C] for an image [C, H, W]."""
+    weight, bias = layer.weight.double(), layer.bias.double()
+    if x.dim() == 4:
+        weight, bias = weight.permute(2, 0, 1), bias.permute(2, 0, 1)
+    x = x - x.flatten(1).mean(1).view(-1, *[1] * (x.dim() - 1))
+    return x / ((x**2).flatten(1).mean(1) + 1e-5).sqrt().view(-1, *[1] * (x.dim() - 1)) * weight + bias
+
+
+@torch.no_grad()
+def test_pqns_network_is_the_papers():
+    """Three convolutions and a product, each with its norm and relu; a product."""
+    torch.manual_seed(0)
+    network = pqn.QNetwork(6).to(memory_format=torch.channels_last)
+    for p in network.parameters():
+        p += 0.1 * p.abs().mean().clamp(min=0.1) * torch.randn_like(p)  # biases and the norms' weights too
+    frames = random_frames(2)
+    x = frames.double() / 255
+    for i in (0, 3, 6):
+        x = torch.relu(slow_norm(network[i + 1], slow_convolution(network[i], x, lambda x: x)))
+    expected = slow_product(network[13], torch.relu(slow_norm(network[11], slow_product(network[10], x.flatten(1)))))
+    assert expected.std() > 0.1
+    for obs in (frames, frames.contiguous(memory_format=torch.channels_last)):
+        torch.testing.assert_close(network(obs).double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_minibatches_are_channels_last():
+    """Where they are not, every convolution of an update rearranges its input."""
+    args = SimpleNamespace(num_steps=5, num_envs=3)
+    for module in (ppo, pqn):
+        rollout = module.Rollout.allocate(torch.zeros(3, 4, 84, 84, dtype=torch.uint8), args)
+        rollout.obs.copy_(random_frames(*rollout.obs.shape[:2]))
+        rollout.values.copy_(torch.arange(18.0).view(6, 3))
+        minibatch = rollout.minibatch(torch.tensor([7, 2]))
+        assert minibatch.obs.is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(minibatch.obs, torch.stack([rollout.obs[2, 1], rollout.obs[0, 2]]))
+        assert minibatch.values.tolist() == [7.0, 2.0]

@@ -1,0 +1,292 @@
+"""PPO's and PQN's targets and losses against slow transcriptions; the fast variants have them in the same words."""
+
+import importlib
+import math
+
+import pytest
+import torch
+from scripts import ON_POLICY_REFERENCES, PPO, run_tiny, summary, with_long
+from torch.distributions import Categorical
+
+import leanrl.ppo_atari_envpool as ppo_atari
+import leanrl.ppo_continuous_action as ppo
+import leanrl.pqn as pqn
+import leanrl.pqn_atari_envpool as pqn_atari
+
+# ----------------------------------------------------------------------------------------------------------- TARGETS
+
+
+def slow_gae(rewards, values, terminations, dones, gamma, gae_lambda):
+    """Equation 16 of https://arxiv.org/abs/1506.02438, a sum for each step: no sum goes on beyond an episode's end."""
+    advantages = torch.zeros_like(rewards)
+    num_steps, num_envs = rewards.shape
+    for n in range(num_envs):
+        for t in range(num_steps):
+            factor = 1.0
+            for k in range(t, num_steps):
+                next_value = 0.0 if terminations[k, n] else values[k + 1, n]
+                advantages[t, n] += factor * (rewards[k, n] + gamma * next_value - values[k, n])
+                if dones[k, n]:
+                    break
+                factor *= gamma * gae_lambda
+    return advantages
+
+
+def slow_returns(rewards, values, terminations, dones, gamma, q_lambda):
+    """Peng's Q(lambda) step by step from the last to the first, each environment by itself."""
+    returns = torch.zeros_like(rewards)
+    num_steps, num_envs = rewards.shape
+    for n in range(num_envs):
+        for t in reversed(range(num_steps)):
+            if terminations[t, n]:
+                returns[t, n] = rewards[t, n]
+            elif dones[t, n] or t == num_steps - 1:
+                returns[t, n] = rewards[t, n] + gamma * values[t + 1, n]
+            else:
+                mixed = q_lambda * returns[t + 1, n] + (1 - q_lambda) * values[t + 1, n]
+                returns[t, n] = rewards[t, n] + gamma * mixed
+    return returns
+
+
+def random_rollout(seed, num_steps=40, num_envs=5):
+    """Rewards, values, terminations, dones and resets, as NEXT_STEP environments give them."""
+    generator = torch.Generator().manual_seed(seed)
+    dones = torch.rand(num_steps, num_envs, generator=generator) < 0.2
+    for t in range(1, num_steps):
+        dones[t] &= ~dones[t - 1]  # the step after a done only resets
+    resets = torch.cat([torch.zeros_like(dones[:1]), dones[:-1]])
+    terminations = dones & (torch.rand(dones.shape, generator=generator) < 0.5)
+    rewards = torch.randn(dones.shape, generator=generator, dtype=torch.float64).masked_fill(resets, 0.0)
+    values = torch.randn(num_steps + 1, num_envs, generator=generator, dtype=torch.float64)
+    return rewards, values, terminations.double(), dones.double(), resets
+
+
+@pytest.fixture(params=ON_POLICY_REFERENCES)
+def targets(request):
+    """A script's function, and its transcription."""
+    module = importlib.import_module(f"leanrl.{request.param}")
+    return (module.compute_gae, slow_gae) if request.param in PPO else (module.lambda_returns, slow_returns)
+
+
+@pytest.mark.parametrize("gamma, trace", [(0.99, 0.95), (0.99, 0.65), (0.9, 0.0), (1.0, 1.0), (0.0, 0.5)])
+def test_targets_equal_the_transcription(targets, gamma, trace):
+    ours, slow = targets
+    for seed in range(3):
+        *rollout, _ = random_rollout(seed)
+        assert rollout[2].sum() > 5 and (rollout[3] - rollout[2]).sum() > 5
+        expected = slow(*rollout, gamma, trace)
+        torch.testing.assert_close(ours(*rollout, gamma, trace), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_targets_by_hand(targets):
+    # gamma 0.5, lambda 0.5. No end; the middle step terminates; the middle step is truncated.
+    rewards = torch.tensor([[1.0], [2.0], [3.0]], dtype=torch.float64).expand(3, 3)
+    values = torch.tensor([[4.0], [8.0], [12.0], [16.0]], dtype=torch.float64).expand(4, 3)
+    terminations = torch.tensor([[0, 0, 0], [0, 1, 0], [0, 0, 0]], dtype=torch.float64)
+    dones = torch.tensor([[0, 0, 0], [0, 1, 1], [0, 0, 0]], dtype=torch.float64)
+    if targets[1] is slow_gae:
+        # Deltas without an end: 1 + 4 - 4 = 1, 2 + 6 - 8 = 0, 3 + 8 - 12 = -1. Terminated, the second is 2 - 8 = -6.
+        expected = [[1 - 1 / 16, 1 - 6 / 4, 1], [0 - 1 / 4, -6, 0], [-1, -1, -1]]
+    else:
+        last = 3 + 16 / 2
+        middle = [2 + (last + 12) / 4, 2, 2 + 12 / 2]
+        expected = [[1 + (x + 8) / 4 for x in middle], middle, [last] * 3]
+    ours = targets[0](rewards, values, terminations, dones, 0.5, 0.5)
+    torch.testing.assert_close(ours, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_resets_reach_no_other_step(targets):
+    rewards, values, terminations, dones, resets = random_rollout(seed=0)
+    before = targets[0](rewards, values, terminations, dones, 0.99, 0.95)
+    after = targets[0](rewards + 100.0 * resets, values, terminations, dones, 0.99, 0.95)
+    assert resets.sum() > 10
+    torch.testing.assert_close(after[~resets], before[~resets], rtol=0, atol=1e-12)
+    assert (after[resets] != before[resets]).all()
+
+
+# --------------------------------------------------------------------------------------------------- PPO'S LOSS
+
+
+def slow_mlp(network, x, rounded=lambda x: x):
+    """Two hidden layers with tanh, product for product; ``rounded`` is what bf16 products go through."""
+    first, second, last = network[0], network[2], network[4]
+    for layer in (first, second):
+        x = rounded((rounded(x)[:, None] * rounded(layer.weight)).sum(2) + rounded(layer.bias))
+        x = rounded(torch.tanh(x))
+    return (x[:, None] * last.weight).sum(2) + last.bias
+
+
+def slow_logprobs(agent, obs, actions):
+    """Log-density of a Gaussian of each number, by its formula."""
+    z = (actions - slow_mlp(agent.actor_mean, obs)) / agent.actor_logstd.exp()
+    return (-0.5 * z**2 - agent.actor_logstd - 0.5 * math.log(2 * math.pi)).sum(1)
+
+
+def test_networks_in_either_precision():
+    """Under autocast the last layers stay float32."""
+    torch.manual_seed(0)
+    agent, obs = ppo.Agent(11, 3), torch.randn(64, 11)
+    for network in (agent.critic, agent.actor_mean):
+        network[4].weight.data.normal_()
+    for amp in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+            policy, values = agent.get_policy(obs), agent.get_value(obs)
+        rounded = (lambda x: x.bfloat16().float()) if amp else (lambda x: x)
+        # Where sums in another order round to the other side, a hidden unit is off by 2**-8.
+        tolerance = dict(rtol=0, atol=0.02 if amp else 1e-5)
+        torch.testing.assert_close(values, slow_mlp(agent.critic, obs, rounded).squeeze(1), **tolerance)
+        torch.testing.assert_close(policy.mean, slow_mlp(agent.actor_mean, obs, rounded), **tolerance)
+        if amp:  # so a network that does not round would be seen
+            for network, outputs in ((agent.critic, values.unsqueeze(1)), (agent.actor_mean, policy.mean)):
+                assert (slow_mlp(network, obs) - outputs).abs().max() > 0.03
+        assert values.dtype == policy.mean.dtype == torch.float32
+        assert (values != values.bfloat16()).float().mean() > 0.9
+
+
+def gaussian_case():
+    """``(agent, minibatch, parameters, outputs)`` of the agent for a minibatch with ratios around the clip range.
+
+    The outputs are what the loss needs: new log-probabilities, entropies and values [B], here slowly computed.
+    """
+    torch.manual_seed(0)
+    agent, obs = ppo.Agent(11, 3).double(), torch.randn(64, 11, dtype=torch.float64)
+    actions = agent.get_policy(obs).sample()
+    newvalues, newlogprobs = slow_mlp(agent.critic, obs).squeeze(1), slow_logprobs(agent, obs, actions)
+    entropies = (agent.actor_logstd + 0.5 + 0.5 * math.log(2 * math.pi)).sum(1).expand(64)
+    minibatch = ppo.Minibatch(obs, actions, *random_columns(newlogprobs.detach(), newvalues.detach()))
+    return agent, minibatch, list(agent.parameters()), (newlogprobs, entropies, newvalues)
+
+
+def categorical_case():
+    """As ``gaussian_case``, with outputs instead of a network."""
+    torch.manual_seed(0)
+    logits, newvalues = torch.randn(64, 4).double().requires_grad_(), torch.randn(64).double().requires_grad_()
+    actions = torch.randint(0, 4, (64,))
+    chances = logits.exp() / logits.exp().sum(1, keepdim=True)
+    newlogprobs, entropies = chances[range(64), actions].log(), -(chances * chances.log()).sum(1)
+    obs = torch.zeros(64)
+    minibatch = ppo_atari.Minibatch(obs, actions, *random_columns(newlogprobs.detach(), newvalues.detach()))
+    agent = lambda obs: (Categorical(logits=logits), newvalues)  # noqa: E731
+    return agent, minibatch, [logits, newvalues], (newlogprobs, entropies, newvalues)
+
+
+def random_columns(newlogprobs, newvalues):
+    """Old log-probabilities, advantages, returns, old values and weights."""
+    noise = torch.randn(4, len(newvalues), dtype=torch.float64)
+    weights = (torch.rand(len(newvalues)) > 0.2).double()
+    return newlogprobs + 0.3 * noise[0], 2 + 3 * noise[1], newvalues + noise[2], newvalues + 0.3 * noise[3], weights
+
+
+def slow_losses(outputs, batch, args):
+    """https://arxiv.org/abs/1707.06347, equations 7 and 9, row for row, over the rows of weight 1."""
+    rows = [i for i in range(len(batch.weights)) if batch.weights[i] == 1]
+    advantages = {i: batch.advantages[i] for i in rows}
+    if args.norm_adv:
+        mean = sum(advantages.values()) / len(rows)
+        deviation = (sum((a - mean) ** 2 for a in advantages.values()) / (len(rows) - 1)).sqrt()
+        advantages = {i: (a - mean) / (deviation + 1e-8) for i, a in advantages.items()}
+    sums = dict.fromkeys(ppo.Losses._fields, 0.0)
+    for i, newlogprob, entropy, new in ((i, *(column[i] for column in outputs)) for i in rows):
+        ratio = (newlogprob - batch.logprobs[i]).exp()
+        clipped = min(max(ratio, 1 - args.clip_coef), 1 + args.clip_coef)
+        error = (new - batch.returns[i]) ** 2
+        if args.clip_vloss:
+            old = batch.values[i]
+            kept = new if abs(new - old) < args.clip_coef else old + args.clip_coef * torch.sign(new - old)
+            error = max(error, (kept - batch.returns[i]) ** 2)
+        sums["policy_loss"] += -min(ratio * advantages[i], clipped * advantages[i])
+        sums["value_loss"] += error / 2
+        sums["entropy"] += entropy
+        sums["old_approx_kl"] += -ratio.log()
+        sums["approx_kl"] += ratio - 1 - ratio.log()
+        sums["clipfrac"] += float(clipped != ratio)
+    return ppo.Losses(*(total / len(rows) for total in sums.values()))
+
+
+@pytest.mark.parametrize("norm_adv", [True, False])
+@pytest.mark.parametrize("clip_vloss", [True, False])
+@pytest.mark.parametrize("module, case", [(ppo, gaussian_case), (ppo_atari, categorical_case)])
+def test_ppo_loss_is_the_papers(module, case, norm_adv, clip_vloss):
+    agent, minibatch, parameters, outputs = case()
+    args = module.Args(norm_adv=norm_adv, clip_vloss=clip_vloss, ent_coef=0.02, vf_coef=0.7)
+    expected = slow_losses(outputs, minibatch, args)
+    assert 0.2 < expected.clipfrac < 0.8 and 0 < minibatch.weights.sum() < len(minibatch.weights)
+    whole = expected.policy_loss - 0.02 * expected.entropy + 0.7 * expected.value_loss
+    loss, losses = module.ppo_loss(agent, minibatch, args)
+    torch.testing.assert_close(loss, whole, rtol=1e-10, atol=1e-12)
+    for name, value in losses._asdict().items():  # clipfrac is averaged in float32
+        assert not value.requires_grad
+        expected_value = torch.as_tensor(getattr(expected, name)).item()
+        assert value.item() == pytest.approx(expected_value, rel=1e-6, abs=1e-9), name
+    gradients = (torch.autograd.grad(x, parameters, retain_graph=True) for x in (loss, whole))
+    torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("live", [0, 1])
+def test_hardly_anything_but_resets(live):
+    """Of nothing but resets all is 0, the entropy bonus too; one step has no spread to be normalised by."""
+    agent, minibatch, parameters, _ = gaussian_case()
+    minibatch.weights.copy_(torch.arange(64) < live)
+    loss, losses = ppo.ppo_loss(agent, minibatch, ppo.Args(ent_coef=0.1))
+    gradient = torch.autograd.grad(loss, parameters, materialize_grads=True)
+    assert torch.isfinite(torch.stack(losses)).all() and all(x.isfinite().all() for x in gradient)
+    assert losses.policy_loss == 0
+    assert (losses.entropy != 0) == (loss != 0) == any(x.any() for x in gradient) == bool(live)
+
+
+@pytest.mark.parametrize("script", with_long(PPO))
+@pytest.mark.parametrize("target_kl, epochs", [(1e-4, 1), (1e4, 3)])
+def test_target_kl_stops_the_epochs(script, tmp_path, target_kl, epochs):
+    flags = ["--update-epochs=3", "--learning-rate=0.03", "--no-anneal-lr", "--total-timesteps=128"]
+    result = summary(run_tiny(script, tmp_path, *flags, f"--target-kl={target_kl}"))
+    assert result["optimizer_steps"] == 2 * epochs * 4  # iterations, epochs, minibatches
+
+
+# --------------------------------------------------------------------------------------------------- PQN'S LOSS
+
+
+def slow_q_values(network, obs):
+    """Twice a product, its norm and relu; a product."""
+    x = obs
+    for linear, norm in ((network[0], network[1]), (network[3], network[4])):
+        x = (x[:, None] * linear.weight).sum(2) + linear.bias
+        x = x - x.mean(1, keepdim=True)
+        x = torch.relu(x / ((x**2).mean(1, keepdim=True) + 1e-5).sqrt() * norm.weight + norm.bias)
+    return (x[:, None] * network[6].weight).sum(2) + network[6].bias
+
+
+@pytest.mark.parametrize("module", [pqn, pqn_atari])
+def test_pqn_loss_equals_the_formula_row_by_row(module):
+    torch.manual_seed(0)
+    network = pqn.QNetwork(6, 3).double()
+    for p in network.parameters():
+        p.data += 0.1 * torch.randn_like(p)  # biases and the norms' weights too
+    obs, returns, actions = torch.randn(12, 6).double(), torch.randn(12).double(), torch.randint(3, (12,))
+    columns = dict(obs=obs, actions=actions, returns=returns, weights=(torch.arange(12) % 5 > 0).double())
+    if "values" in module.Minibatch._fields:  # which are not learned from
+        columns["values"] = torch.randn(12).double()
+    loss, losses = module.pqn_loss(network, module.Minibatch(**columns))
+    rows = [i for i in range(12) if i % 5]
+    values = [slow_q_values(network, obs)[i, actions[i]] for i in rows]
+    expected = sum((value - returns[i]) ** 2 for i, value in zip(rows, values, strict=True)) / 9
+    assert loss.item() == losses.td_loss.item() == pytest.approx(expected.item(), rel=1e-10)
+    assert losses.q_values.item() == pytest.approx(sum(values).item() / 9, rel=1e-10)
+    gradients = (torch.autograd.grad(x, list(network.parameters())) for x in (loss, expected))
+    torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-12)
+
+
+def test_values_have_more_digits_than_bf16():
+    for network, obs in (
+        (pqn.QNetwork(6, 3), torch.randn(64, 6)),
+        (pqn_atari.QNetwork(6), torch.randint(0, 256, (16, 4, 84, 84), dtype=torch.uint8)),
+    ):
+        with torch.autocast("cpu", torch.bfloat16):
+            values = network(obs)
+        assert values.dtype == torch.float32 and (values != values.bfloat16()).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("module", [pqn, pqn_atari])
+def test_epsilon_falls_linearly_and_stays(module):
+    args = module.Args(total_timesteps=1000, start_e=0.9, end_e=0.1, exploration_fraction=0.4)
+    epsilons = [module.linear_schedule(args, step) for step in (0, 100, 200, 400, 401, 1000)]
+    assert epsilons == pytest.approx([0.9, 0.7, 0.5, 0.1, 0.1, 0.1])
