@@ -115,8 +115,8 @@ case $command in
   ;;
 test)
   install "" mujoco envpool hub dev
-  # A worker for each core; a test file stays with one, for the runs that its tests share.
-  exec .venv/bin/python -m pytest --numprocesses=logical --dist=loadfile "$@"
+  # A worker for each core; a test file stays with one, for what its tests share, in the order of tests/conftest.py.
+  exec .venv/bin/python -m pytest --numprocesses=logical --dist=loadfile --no-loadscope-reorder "$@"
   ;;
 bench)
   install "" mujoco envpool dev peers

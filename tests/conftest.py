@@ -15,6 +15,9 @@ import torch
 from filelock import FileLock
 from scripts import FINISHED, SCRIPTS, run_tiny, start_process, with_long
 
+# Files that take longest go first: no worker is to be left alone with one of them at the end.
+LONGEST = {"test_sebulba_failures.py", "test_sebulba_runs.py", "test_resume.py", "test_sebulba_equality.py"}
+
 
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="also run the tests marked long")
@@ -30,6 +33,7 @@ def pytest_collection_modifyitems(config, items):
         if long:
             config.hook.pytest_deselected(items=long)
             items[:] = [item for item in items if "long" not in item.keywords]
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +62,7 @@ def finished_run(script, tmp_path_factory):
     shared = tmp_path_factory.getbasetemp()
     folder = (shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared) / "finished"
     with FileLock(f"{folder}-{script}.lock"):
-        if not (folder / script).exists():
+        if not (folder / script / "summary.json").exists():
             run_tiny(script, folder, f"--total-timesteps={FINISHED}", name=script)
     return folder / script
 

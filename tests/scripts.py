@@ -43,9 +43,9 @@ KINDS = ["ppo_continuous_action", "td3_continuous_action_torchcompile"]
 FINISHED = 960
 
 
-def with_long(names: list[str]) -> list:
-    """Parameters of a test: those in LONG_SCRIPTS only run with --all."""
-    return [pytest.param(name, marks=pytest.mark.long) if name in LONG_SCRIPTS else name for name in names]
+def with_long(names: list[str], long=LONG_SCRIPTS) -> list:
+    """Parameters of a test: those in ``long`` only run with --all."""
+    return [pytest.param(name, marks=pytest.mark.long) if name in long else name for name in names]
 
 
 def tiny_env(script: str) -> str:

@@ -82,21 +82,15 @@ def test_time_that_runs_out_ends_the_game_whatever_lives_are_left(protocol):
     assert (steps["lives"][after] == 5).all() and (steps["elapsed_step"][after] == 0).all()
 
 
-def test_a_game_that_is_over_when_time_runs_out_has_terminated():
-    protocol = replace(CLEANRL, episodic_life=False)
+@pytest.mark.parametrize("episodic_life, lives", [(True, 4), (False, 0)])
+def test_what_is_lost_as_time_runs_out_has_terminated(episodic_life, lives):
+    protocol = replace(CLEANRL, episodic_life=episodic_life)
     steps = play(breakout(num_envs=1, protocol=protocol), 400)
-    length = steps["elapsed_step"][steps["game_over"]][0]
-    steps = play(breakout(num_envs=1, protocol=replace(protocol, max_episode_steps=int(length))), length + 1)
-    assert steps["terminations"][:, 0].nonzero()[0].tolist() == steps["truncations"][:, 0].nonzero()[0].tolist()
-    assert steps["terminations"].sum() == 1
-
-
-def test_a_life_lost_as_time_runs_out_is_lost():
-    steps = play(breakout(num_envs=1), 100)
-    length = steps["elapsed_step"][steps["terminations"]][0]
-    steps = play(breakout(num_envs=1, protocol=replace(CLEANRL, max_episode_steps=int(length))), length)
+    length = int(steps["elapsed_step"][steps["terminations"]][0])
+    steps = play(breakout(num_envs=1, protocol=replace(protocol, max_episode_steps=length)), length)
+    assert not steps["terminations"][:-1].any() and not steps["truncations"][:-1].any()
     last = {key: steps[key][-1, 0] for key in ("terminations", "truncations", "game_over", "lives")}
-    assert last == {"terminations": True, "truncations": True, "game_over": True, "lives": 4}
+    assert last == {"terminations": True, "truncations": True, "game_over": True, "lives": lives}
 
 
 def test_a_game_that_ends_in_a_reset_is_over(monkeypatch):

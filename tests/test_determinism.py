@@ -1,7 +1,7 @@
 """The same seed gives the same losses, another seed gives others."""
 
 import pytest
-from scripts import ATARI, FINISHED, ON_POLICY, run_tiny, run_until, start_process, tiny
+from scripts import FAST_SCRIPTS, FINISHED, ON_POLICY, run_tiny, run_until, start_process, tiny, with_long
 
 from leanrl.support.tracking import read_metrics
 
@@ -31,16 +31,12 @@ MODES = [
 ]
 
 
+FAST = [name for name in ON_POLICY if name in FAST_SCRIPTS]
+
+
+# That the compiled updates are, test_on_policy_equality.py shows for all of them.
 @pytest.mark.parametrize("mode", MODES, ids=" ".join)
-@pytest.mark.parametrize(
-    "script",
-    [
-        # Its compiled update is shown to be in test_on_policy_equality.py.
-        pytest.param(name, marks=pytest.mark.long) if name in ATARI else name
-        for name in ON_POLICY
-        if name.endswith("_torchcompile")
-    ],
-)
+@pytest.mark.parametrize("script", with_long(FAST, long=FAST[1:]))
 def test_fast_modes_are_deterministic(script, mode, tmp_path):
     # Processes of their own: compilation sets switches of the whole process.
     for name in ("first", "same"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from leanrl.support.executables import CUDAGRAPH_WARMUP, WARMUP_CALLS, CompiledStep, untouched
+from leanrl.support.executables import WARMUP_CALLS, make_executable, untouched
 from leanrl.support.replay import Replay
 
 CPU = torch.device("cpu")
@@ -46,22 +46,6 @@ def filled_replay(device: torch.device, action_dim: int = len(LOW), discrete: in
     return replay
 
 
-def make_executable(mode: str, update, device: torch.device, touched, **options):
-    """``update``, a function of no arguments, compiled or captured and warmed up without a trace."""
-    if mode == "eager":
-        return update
-    if "compile" in mode:
-        update = CompiledStep(update, device, **options)
-    if "cudagraphs" in mode:
-        from tensordict.nn import CudaGraphModule
-
-        update = CudaGraphModule(update, warmup=CUDAGRAPH_WARMUP, device=device)
-    with untouched(touched, device):
-        for _ in range(WARMUP_CALLS):
-            update()
-    return update
-
-
 # ----------------------------------------------------------------------------------------------------------- LEARNERS
 
 
@@ -75,7 +59,16 @@ def learner(script: str, mode: str, device: torch.device, **changes) -> SimpleNa
     update, losses = module.make_update(**parts, replay=replay, args=args)
     touched = [x for part in parts.values() for x in tensors(part)] + [*losses]
     options = getattr(module, "EXACT_TANH", {})
-    executable = cache(lambda *turn: make_executable(mode, partial(update, *turn), device, touched, **options))
+
+    @cache
+    def executable(*turn):
+        """Compiled or captured, and warmed up without a trace."""
+        made = make_executable(partial(update, *turn), device, "compile" in mode, "cudagraphs" in mode, **options)
+        with untouched(touched, device):
+            for _ in range(WARMUP_CALLS if mode != "eager" else 0):
+                made()
+        return made
+
     made = dict(losses=losses, parts=parts, args=args, touched=touched)
     return SimpleNamespace(update=lambda *turn: executable(*turn)(), **made)
 

@@ -11,7 +11,7 @@ import pytest
 from scripts import FINISHED, KINDS, SCRIPTS, start_process, summary, tiny
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from leanrl.support.tracking import Tracker, cut_metrics, read_metrics
+from leanrl.support.tracking import Tracker, read_metrics
 
 UNTRACKED = SimpleNamespace(track=False)
 
@@ -91,11 +91,6 @@ def test_resuming_cuts_what_came_after_the_checkpoint(tmp_path):
     assert {row["global_step"]: row["x"] for row in map(json.loads, open(tmp_path / "metrics.jsonl"))} == expected
     assert len(read_metrics(tmp_path)) == 7
     assert tensorboard_scalars(tmp_path)["x"] == expected
-
-
-def test_cutting_nothing_yet(tmp_path):
-    assert cut_metrics(tmp_path, 10) == []
-    assert read_metrics(tmp_path) == []
 
 
 def test_wandb_is_imported_only_to_track(tmp_path):
