@@ -8,9 +8,8 @@ from leanrl.support.tracking import read_metrics
 
 def mean_return(script: str, folder, env_id: str, steps: int, *flags: str) -> float:
     """Mean return of the last 100 training episodes of a run at the default hyperparameters, seed 1."""
-    assert (
-        run(script, *flags, f"--env-id={env_id}", "--total-timesteps", steps, "--runs-dir", folder, "--run-name=r") == 0
-    )
+    flags = [*flags, f"--env-id={env_id}", f"--total-timesteps={steps}", f"--runs-dir={folder}", "--run-name=r"]
+    assert run(script, *flags) == 0
     result = summary(folder / "r")
     assert result["optimizer_steps"] == steps // 2048 * 320
     return result["episodic_return"]

@@ -41,7 +41,7 @@ def modules_of(script: str) -> list:
     return [importlib.import_module(f"leanrl.{script}{end}") for end in ("", "_torchcompile")]
 
 
-def mode_args(script: str, mode: str, **changes) -> tuple[SimpleNamespace, torch.device]:
+def mode_args(script: str, mode: str, **changes) -> tuple:
     """The fast variant's arguments, and the device that ``mode`` needs."""
     levers = (MODES | ONE_GRAPH_MODES)[mode]
     args = modules_of(script)[1].Args(**{**ARGS[script], **levers, **changes})
