@@ -1,8 +1,7 @@
 """What each trick of the fast variants is worth: measured on the CPU without and with it, in turn.
 
 Before they are timed, the two sides of a pair must compute the same, but for rounding or where the trick is to compute
-something else (in bfloat16, say). Groups of rows: ppo, startup (of PPO), td3, replay, sac, dqn, atari, and eager:
-common advice for eager code.
+something else (in bfloat16, say). Groups of rows: ppo, startup (of PPO), td3, sac, dqn and atari.
 
     python -m leanrl.tools.ablate
     python -m leanrl.tools.ablate --rows td3 sac --repeats 3
@@ -21,10 +20,9 @@ from tqdm import tqdm
 from leanrl.support.devices import resolve_device
 from leanrl.support.envs import near_names
 from leanrl.support.errors import bad, require_at_least
-from leanrl.support.run import write_json_atomically
-from leanrl.tools.ablate_rows import ATARI, DQN, EAGER, PPO, REPLAY, SAC, STARTUP, TD3
+from leanrl.tools import common
+from leanrl.tools.ablate_rows import ATARI, DQN, PPO, SAC, STARTUP, TD3
 from leanrl.tools.ablation import CPU, Row, measure
-from leanrl.tools.common import benchmark_record, describe_machine, markdown_table, results_folder, run_tool
 from leanrl.tools.trials import require_distinct
 
 # Their rows, and for the title of the table what a thing is that is timed.
@@ -32,24 +30,18 @@ GROUPS = {
     "ppo": (PPO, "PPO, HalfCheetah-v5: an update is one minibatch, GAE is one rollout, all else one environment step"),
     "startup": (STARTUP, "PPO, HalfCheetah-v5: from the start of a run until it has compiled"),
     "td3": (TD3, "TD3, HalfCheetah-v5: one environment step with an update, every second one of the actor too"),
-    "replay": (REPLAY, "The replay of TD3 and SAC, 1,000,000 transitions: one environment step"),
     "sac": (SAC, "SAC, HalfCheetah-v5: one environment step with an update, every second one of the actor too"),
     "dqn": (DQN, "DQN, CartPole-v1: transitions are those of ten environment steps, with their update"),
     "atari": (ATARI, "PPO, Breakout-v5: an update is one minibatch, GAE is one rollout, training one environment step"),
-    "eager": (EAGER, "Advice for eager code: one environment step of HalfCheetah-v5, of TD3's with an update"),
 }
 
 
 @dataclass
-class Args:
+class Args(common.OutArgs):
     rows: tuple[str, ...] = tuple(GROUPS)
     """what to measure: whole groups, or single rows (any other word lists them)"""
     repeats: int = 11
     """samples of each side; the table has their medians"""
-    runs_dir: str = "runs"
-    """folder of the default --out"""
-    out: str | None = None
-    """folder for the results; by default RUNS_DIR/ablate/TIME"""
 
 
 def expand(names: Sequence[str]) -> list[tuple[str, Row]]:
@@ -70,8 +62,11 @@ def render(lines: Sequence[dict]) -> str:
         header = ("trick", "without (µs)", "with (µs)", "gain", "range", "saved per environment step (µs)")
         if chosen[0]["seconds_saved_per_env_step"] is None:
             header = ("trick", "without (s)", "with (s)", "gain", "range")
-        parts += [f"{GROUPS[group][1]}.", markdown_table(header, list(map(cells, chosen)))]
-        parts += [line["facts"] for line in chosen if line["facts"]]
+        # Of groups that earlier versions had, the title is not known.
+        parts += [
+            f"{GROUPS[group][1]}." if group in GROUPS else group,
+            common.markdown_table(header, list(map(cells, chosen))),
+        ]
     parts += ["Medians. Gains and savings are taken between samples that followed each other; their range is given."]
     return "\n\n".join(parts)
 
@@ -93,7 +88,7 @@ def main(args: Args) -> int:
     resolve_device(SimpleNamespace(device="cpu", compile=True))
     # As the scripts that need it do, before PyTorch starts the threads that take it over.
     torch.set_flush_denormal(True)
-    out = results_folder(args, "ablate")
+    out = common.results_folder(args, "ablate")
 
     lines, failures, interrupted = [], {}, False
     with tqdm(rows, unit="row", disable=None) as progress:
@@ -113,14 +108,11 @@ def main(args: Args) -> int:
                 interrupted = True
                 break
 
-    record = {**benchmark_record("ablate", CPU), "repeats": args.repeats, "rows": lines, "failures": failures}
-    text = f"{describe_machine(record['machine'])}\n\n{render(lines)}"
-    out.mkdir(parents=True, exist_ok=True)
-    write_json_atomically(out / "ablate.json", record)
-    (out / "table.md").write_text(text + "\n")
-    print(f"\n{text}\n\nJSON:  {out / 'ablate.json'}\ntable: {out / 'table.md'}")
+    record = {**common.benchmark_record("ablate", CPU), "repeats": args.repeats, "rows": lines, "failures": failures}
+    text = f"{common.describe_machine(record['machine'])}\n\n{render(lines)}"
+    common.write_results(out, "ablate", record, text)
     return 130 if interrupted else 1 if failures else 0
 
 
 if __name__ == "__main__":
-    run_tool(main, Args)
+    common.run_tool(main, Args)

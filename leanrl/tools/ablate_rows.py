@@ -1,14 +1,12 @@
 """The rows of ``leanrl.tools.ablate``: for each trick, how a thing is done with it and without.
 
 At the scripts' default hyperparameters, on HalfCheetah-v5, CartPole-v1 and Breakout-v5. Rows of Atari and of 64
-environments need EnvPool. The advice for eager code is that of the original LeanRL's README and of PyTorch's tuning
-guide; what concerns the traffic between a CPU and a GPU (tensors made on the device, pinned memory, non-blocking
-copies) has no meaning here.
+environments need EnvPool.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from functools import partial, partialmethod
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 from unittest.mock import patch
@@ -16,7 +14,6 @@ from unittest.mock import patch
 import gymnasium as gym
 import numpy as np
 import torch
-from tensordict import TensorDict
 from torch.distributions.normal import Normal
 
 import leanrl.dqn_torchcompile as dqn
@@ -32,12 +29,11 @@ from leanrl.support import devices, executables
 from leanrl.support.envs import env_seeds, make_env
 from leanrl.support.layers import TwinLinear
 from leanrl.support.normalization import RewardNormalizer, RunningMoments
-from leanrl.support.replay import Batch, Replay
 from leanrl.tools.ablation import FUSED, Row, Side, WholeRun, compiled, in_pieces, made
 
 CORES = devices.available_cores()
-# Environment steps of a burst: of TD3, SAC and DQN, each with an update; and of eager code.
-NUM_UPDATES, NUM_STEPS = 20, 500
+# Environment steps of a burst of TD3, SAC and DQN, each with an update.
+NUM_UPDATES = 20
 
 
 # ---------------------------------------------------------------------------------------------------------------- PPO
@@ -144,15 +140,6 @@ def starting_warm() -> WholeRun:
     return starting(cold=False)
 
 
-def training(name: str, trick: str, flags: str = "", change: str = "") -> Iterator[Row]:
-    """Rows of whole runs on Atari: with ``flags``, and without them but with ``change``."""
-    run = partial(WholeRun, "ppo_atari_envpool_torchcompile", 4096)
-    for amp in ("none", "bf16"):
-        common = f"--total-timesteps 4096 --amp {amp}"
-        with_, without = partial(run, f"{common} {flags}"), partial(run, common, change)
-        yield Row(name, f"{trick}: training, {amp.replace('none', 'float32')}", with_, without)
-
-
 # ---------------------------------------------------------------------------------------------------- TD3, SAC AND DQN
 
 
@@ -177,14 +164,6 @@ def two_products(self: TwinLinear, x: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.addmm(self.bias[i], x[i], self.weight[i]) for i in range(len(x))])
 
 
-def advancing() -> Side:
-    """All that happens in TD3 between two steps of the environment."""
-    parts = filled(td3)
-    timesteps = torch.randn(NUM_UPDATES, 1, parts.obs_dim + 3)
-    timesteps[:, :, -2:] = 0.0  # neither termination nor end
-    return Side([partial(parts.advance, x, ((i % 2 == 1,),)) for i, x in enumerate(timesteps)], NUM_UPDATES, parts)
-
-
 def decaying(flush: bool = True) -> Side:
     """Updates of SAC where Adam's averages have become denormal: those behind relus that are dead.
 
@@ -199,23 +178,6 @@ def decaying(flush: bool = True) -> Side:
     torch.set_flush_denormal(True)
     side.calls = [partial(torch.set_flush_denormal, flush), *side.calls, partial(torch.set_flush_denormal, True)]
     return side
-
-
-class ReplayOfColumns(Replay):
-    """A tensor for each part of a transition, not one matrix; for sampling."""
-
-    def load_state_dict(self, state: dict) -> None:
-        super().load_state_dict(state)
-        self.columns = [x.contiguous() for x in super().take(torch.arange(self.capacity))]
-
-    def take(self, inds: torch.Tensor) -> Batch:
-        return Batch(*(column.index_select(0, inds) for column in self.columns))
-
-
-def sampling() -> Side:
-    """Batches of TD3's, out of a million transitions: few are in a cache."""
-    parts = filled(td3, 1_000_000)
-    return Side([partial(parts.replay.sample, parts.args.batch_size)] * 100, 100, parts)
 
 
 def learning(at_once: bool = True) -> Side:
@@ -234,84 +196,6 @@ def choosing() -> Side:
     """DQN's greedy actions."""
     parts = made(dqn)
     return Side([partial(parts.best, obs) for obs in torch.randn(100, 1, parts.obs_dim).numpy()], 100, parts)
-
-
-# --------------------------------------------------------------------------------------------------------- EAGER CODE
-
-
-def numbers(width: int) -> torch.Tensor:
-    return torch.randn(NUM_STEPS, 1, width, generator=torch.Generator().manual_seed(0))
-
-
-def each_step(call: Callable, *inputs) -> Side:
-    """``call`` at each of NUM_STEPS environment steps, with its item of each of ``inputs``."""
-    return Side([partial(call, *items) for items in zip(*inputs, strict=True)], NUM_STEPS)
-
-
-def reading() -> Side:
-    """Updates of TD3 after which the losses are read. Without a device to wait for, what is left is a call."""
-    side = updates(td3_reference)
-    side.calls = [call for update in side.calls for call in (update, *(loss.tolist for loss in side.parts.losses))]
-    return side
-
-
-def moving(move: Callable) -> Side:
-    """The targets of TD3's critics go to the trained ones, every second step."""
-    parts = made(td3_reference)
-    targets, trained = ([p.detach() for p in net.parameters()] for net in (parts.critics_target, parts.critics))
-    torch._foreach_zero_(targets)
-    return Side([partial(move, targets, trained, parts.args.tau)] * (NUM_STEPS // 2), NUM_STEPS, parts)
-
-
-def by_hand(targets: list[torch.Tensor], trained: list[torch.Tensor], tau: float) -> None:
-    for old, new in zip(targets, trained, strict=True):
-        old.copy_(tau * new + (1 - tau) * old)
-
-
-def by_lerp(targets: list[torch.Tensor], trained: list[torch.Tensor], tau: float) -> None:
-    for old, new in zip(targets, trained, strict=True):
-        old.lerp_(new, tau)
-
-
-def storing(store: Callable) -> Side:
-    """A rollout: observation, action, log-probability, reward, done and value of each step."""
-    columns = [numbers(width) for width in (17, 6, 1, 1, 1, 1)]
-    return Side([partial(store, columns, [torch.zeros_like(x) for x in columns])], NUM_STEPS, count=NUM_STEPS)
-
-
-def in_tensors(columns: list[torch.Tensor], storage: list[torch.Tensor]) -> list[torch.Tensor]:
-    for t in range(NUM_STEPS):
-        for x, stored in zip(columns, storage, strict=True):
-            stored[t] = x[t]
-    return storage
-
-
-def in_tensordicts(columns: list[torch.Tensor], _) -> list[torch.Tensor]:
-    steps = [TensorDict({f"{i}": x[t] for i, x in enumerate(columns)}, (1,)) for t in range(NUM_STEPS)]
-    return list(torch.stack(steps).values())
-
-
-def in_lists(columns: list[torch.Tensor], _) -> list[torch.Tensor]:
-    steps = [[x[t] for x in columns] for t in range(NUM_STEPS)]
-    return [torch.stack(column) for column in zip(*steps, strict=True)]
-
-
-def acting(context: Callable) -> Side:
-    """PPO's policy for one observation."""
-    return each_step(context()(made(ppo_reference).agent.actor_mean), numbers(17))
-
-
-def density(log_prob: Callable) -> Side:
-    """The log-probability of PPO's actions."""
-    return each_step(partial(log_prob, torch.full((1, 6), -0.5)), numbers(6), numbers(6))
-
-
-def by_class(logstd: torch.Tensor, mean: torch.Tensor, noise: torch.Tensor, validate: bool = False) -> torch.Tensor:
-    return Normal(mean, logstd.exp(), validate).log_prob(mean + logstd.exp() * noise).sum(1)
-
-
-def written_out(logstd: torch.Tensor, mean: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    return (-0.5 * noise**2 - logstd - 0.5 * math.log(2 * math.pi)).sum(1)
 
 
 # --------------------------------------------------------------------------------------------------------------- ROWS
@@ -373,35 +257,20 @@ STARTUP += [Row("startup", "warm cache", starting_warm, starting)]
 exactly = partial(compiled, **sac.EXACT_TANH)
 td3_, td3_bf16 = partial(updates, td3, compiled), partial(updates, td3, compiled, amp="bf16")
 td3_eager, td3_pieces = partial(updates, td3_reference), partial(updates, td3_reference, in_pieces)
-td3_million = partial(td3_, buffer_size=1_000_000)
-td3_run = partial(WholeRun, "td3_continuous_action_torchcompile", 2_000, "--learning-starts 999 --total-timesteps 2999")
-td3_unfrozen = partial(td3_run, "import gc; gc.freeze = lambda: None")
 sac_, sac_bf16 = partial(updates, sac, exactly), partial(updates, sac, exactly, amp="bf16")
 sac_eager, sac_eager_bf16 = partial(updates, sac_reference), partial(updates, sac_reference, amp="bf16")
 
 TWO_PRODUCTS = patch.object(TwinLinear, "forward", two_products)
 MKL = patch.object(devices, "use_onednn_products", lambda: None)
-# Two updates and more are taken in parts.
-PARTS = patch.object(td3, "len", lambda turns: max(2, len(turns)), create=True)
-OWN_RANDOM = patch.dict(executables.CPU_OPTIONS, fallback_random=False)
-COLUMNS = patch.object(td3, "Replay", ReplayOfColumns)
 
 TD3 = [
     Row("td3_update", "update compiled, not eager", td3_, td3_eager),
     Row("td3_one_graph", "one graph, not .backward() and Adam(fused)", td3_, td3_pieces, FUSED),
     Row("td3_twins", "twin critics in one product, not two", td3_, td3_, TWO_PRODUCTS),
-    Row("td3_one_executable", "observe, update and act as one executable, not three", advancing, advancing, PARTS),
     Row("td3_threads", f"{CORES} threads, not 1: float32", td3_, partial(td3_, num_threads=1)),
     Row("td3_threads", f"{CORES} threads, not 1: bf16", td3_bf16, partial(td3_bf16, num_threads=1)),
     Row("td3_bf16", "--amp bf16, not float32", td3_bf16, td3_),
     Row("td3_onednn", "oneDNN's float32 products, not MKL's", td3_, td3_, MKL),
-    Row("td3_random", "PyTorch's random numbers, not TorchInductor's", td3_, td3_, OWN_RANDOM, tolerance=math.inf),
-    Row("td3_freeze", "what the set-up made hidden from the garbage collector", td3_run, td3_unfrozen),
-]
-
-REPLAY = [
-    Row("replay_rows", "a transition is one row, not in five tensors: sampling, eager", sampling, sampling, COLUMNS),
-    Row("replay_rows", "a transition is one row, not in five tensors: TD3's update", td3_million, td3_million, COLUMNS),
 ]
 
 SAC = [
@@ -418,40 +287,16 @@ DQN = [
 atari_, atari_bf16 = partial(epoch, atari, compiled), partial(epoch, atari, compiled, amp="bf16")
 atari_eager, atari_eager_bf16 = partial(epoch, atari_reference), partial(epoch, atari_reference, amp="bf16")
 atari_pieces, atari_thread = partial(atari_eager, in_pieces), partial(atari_, num_threads=1)
+atari_run = partial(WholeRun, "ppo_atari_envpool_torchcompile", 4096, "--total-timesteps 4096")
+atari_given_back = partial(atari_run, "script.keep_freed_memory = lambda: None")
 
 # A relu that is open on one side and closed on the other, for rounding, shows in what Adam makes of it.
 ATARI = [
     Row("atari_update", "the update compiled, not the reference's", atari_, atari_eager, tolerance=1e-2),
     Row("atari_one_graph", "one graph, not .backward() and Adam(fused)", atari_, atari_pieces, FUSED, tolerance=1e-2),
-    *training("atari_memory", "freed memory kept", change="script.keep_freed_memory = lambda: None"),
+    Row("atari_memory", "freed memory kept: training, float32", atari_run, atari_given_back),
     Row("atari_bf16", "--amp bf16, not float32: update", atari_bf16, atari_),
     Row("atari_bf16", "--amp bf16: the update compiled, not the reference's", atari_bf16, atari_eager_bf16),
     Row("atari_gae", "GAE by a scan", atari_gae, atari_gae, ATARI_LOOP),
-    *training("atari_groups", "two groups of environments in turn", flags="--num-env-groups 2"),
-    *training("atari_acting_thread", f"acting on 1 thread, not {CORES}", change=ON_CORES),
     Row("atari_update_threads", f"update on {CORES} threads, not 1", atari_, atari_thread, tolerance=1e-2),
-]
-
-KEPT = patch.object(torch.optim.Adam, "zero_grad", partialmethod(torch.optim.Adam.zero_grad, set_to_none=False))
-lerp, hand, foreach = (partial(moving, move) for move in (by_lerp, by_hand, torch._foreach_lerp_))
-array = partial(each_step, partial(torch.as_tensor, dtype=torch.float32), numbers(17).double().numpy())
-listed = partial(each_step, lambda obs: torch.tensor(obs.tolist()), numbers(17).double().numpy())
-tensors, tensordicts, lists = (partial(storing, store) for store in (in_tensors, in_tensordicts, in_lists))
-grad, no_grad, inference = (partial(acting, how) for how in (torch.enable_grad, torch.no_grad, torch.inference_mode))
-unchecked, checked = partial(density, by_class), partial(density, partial(by_class, validate=True))
-written = partial(density, written_out)
-
-EAGER = [
-    Row("eager_fused", "Adam(fused=True): TD3", FUSED(td3_eager), td3_eager),
-    Row("eager_item", "no .item() of the losses at each update: TD3", td3_eager, reading),
-    Row("eager_polyak", "lerp_, not tau * p + (1 - tau) * t: moving the critics' targets", lerp, hand),
-    Row("eager_polyak", "_foreach_lerp_, not lerp_ one by one: moving the critics' targets", foreach, lerp),
-    Row("eager_zero_grad", "zero_grad(set_to_none=True): TD3", td3_eager, td3_eager, KEPT),
-    Row("eager_observation", "torch.as_tensor(array), not torch.tensor(list): an observation", array, listed),
-    Row("eager_rollout", "tensors made before, not a TensorDict a step: a rollout", tensors, tensordicts),
-    Row("eager_rollout", "tensors made before, not stacked lists: a rollout", tensors, lists),
-    Row("eager_acting", "no_grad: acting", no_grad, grad),
-    Row("eager_acting", "inference_mode, not no_grad: acting", inference, no_grad),
-    Row("eager_distribution", "validate_args=False: a Normal's log-probability", unchecked, checked),
-    Row("eager_distribution", "log-probability written out, not a Normal(validate_args=False)'s", written, unchecked),
 ]

@@ -196,11 +196,10 @@ class Row:
         with_, without: make the side with the trick and the one without.
         changes: in force where the latter is made and run: patches of unittest.mock's.
         tolerance: of the relative difference; infinite where the trick is to compute something else.
-        facts: for a line below the table.
     """
 
-    def __init__(self, name, trick, with_, without, *changes, tolerance=TOLERANCE, facts="") -> None:
-        self.name, self.trick, self.facts = name, trick, facts
+    def __init__(self, name, trick, with_, without, *changes, tolerance=TOLERANCE) -> None:
+        self.name, self.trick = name, trick
         self._with, self._without, self._changes, self._tolerance = with_, without, changes, tolerance
 
     def sides(self) -> tuple[dict[str, Side | WholeRun], float | None]:
@@ -244,7 +243,6 @@ def measure(row: Row, repeats: int, report: Callable[[str], None]) -> dict:
         "gain": statistics.median(turn["without"] / turn["with"] for turn in turns),
         "seconds_saved_per_env_step": saved / steps if steps else None,
         "difference": difference,
-        "facts": row.facts,
         "calls_per_sample": count,
         "env_steps_per_sample": steps or None,
         "seconds_per_sample": turns,
