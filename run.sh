@@ -136,10 +136,6 @@ bench)
     install "" mujoco envpool $(sed -n 's/^# requires: //p' "leanrl/tools/$name.py")
     exec .venv/bin/python -m "leanrl.tools.$name" "$@"
   fi
-  sibling=${name%_onegraph}_torchcompile
-  case $name in
-  *_onegraph) [ ! -f "leanrl/$sibling.py" ] || die "$name is a mode now: ./run.sh $sibling --compile --one-graph" ;;
-  esac
   die "no script or tool is called $command; ./run.sh --help lists what there is"
   ;;
 esac

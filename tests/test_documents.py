@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import tyro
 from packaging.requirements import Requirement
-from scripts import ONE_GRAPH_SCRIPTS
 
 from leanrl.tools import compare, trials
 from leanrl.tools.peers import PEERS
@@ -152,18 +151,10 @@ def test_bench_is_a_call_of_compare(line, bf16_units, tmp_path, monkeypatch):
     in_bf16 = [contender for contender in args.contenders if contender.endswith("--amp bf16")]
     assert len(in_bf16) == (bf16_units and line in ("SAC", "TD3", "PPO-Atari"))
     monkeypatch.setattr(trials, "require_peer", lambda who, name: None)
-    monkeypatch.setattr(trials, "lack", lambda levers, device: None)
+    monkeypatch.setattr(trials, "lack", lambda mode, device: None)
     monkeypatch.setattr(compare, "run_trials", lambda *_: sys.exit("the first run"))
     with pytest.raises(SystemExit, match="the first run"):
         compare.main(args)
-
-
-@pytest.mark.parametrize("now", ONE_GRAPH_SCRIPTS)
-def test_run_sh_says_what_is_called_now(now):
-    old = now.replace("torchcompile", "onegraph")
-    call = subprocess.run([REPOSITORY / "run.sh", old, "--compile"], capture_output=True, text=True, timeout=120)
-    assert (call.returncode, call.stdout) == (2, "")
-    assert call.stderr == f"run.sh: {old} is a mode now: ./run.sh {now} --compile --one-graph\n"
 
 
 @pytest.mark.parametrize("path", [path for path in DOCUMENTS if path.suffix == ".md"], ids=lambda path: path.name)

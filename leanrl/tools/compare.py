@@ -106,10 +106,10 @@ def swept(sweep: Sequence[str]) -> tuple[str | None, list[str | None]]:
     if f"--{flag}" in (*RESERVED_FLAGS, "--max-seconds", "--device"):
         raise bad("sweep", sweep, f"--{flag} is set by this tool itself, see --help")
     try:
-        numbers = [float(value) for value in values]
+        numbers = {float(value) for value in values}
     except ValueError:
-        numbers = []
-    if not numbers or not all(0 < number < math.inf for number in numbers) or len(set(numbers)) < len(numbers):
+        numbers = set()
+    if not numbers or len(numbers) < len(values) or not all(0 < number < math.inf for number in numbers):
         raise bad("sweep", sweep, "must be a flag and numbers above 0, none twice")
     return flag, sorted(values, key=float)
 

@@ -62,7 +62,7 @@ class Args:
     out: Path | None = None
     """where to write, without suffix: OUT.png, OUT.csv and OUT.md; by default plots/episodic_return"""
     timeline: int | None = None
-    """draw the last TIMELINE iterations of each run, as OUT.png or by default RUN_DIR/timeline.png"""
+    """draw the last TIMELINE iterations of each run, as RUN_DIR/timeline.png"""
     env_ids: tuple[str, ...] = ()
     """draw these environments alone"""
     max_steps: int | None = None
@@ -422,12 +422,11 @@ def draw_spans(spans: Spans, title: str):
 
     figure = new_figure(13, 1.6 + 0.5 * len(spans))
     axes = figure.subplots()
-    colors, hatches = itertools.cycle(COLORS[1:]), itertools.cycle(("///", "...", "\\\\\\"))
-    looks = {}
-    for kind in dict.fromkeys(what for part in spans.values() for what, *_ in part):
-        looks[kind] = {"facecolor": next(colors), "edgecolor": "white"}
-        if kind.startswith("wait"):
-            looks[kind] |= {"facecolor": "#d8d8d8", "hatch": next(hatches)}
+    kinds = dict.fromkeys(what for part in spans.values() for what, *_ in part)
+    looks = {
+        kind: {"facecolor": color, "edgecolor": "white", "alpha": 0.25 if kind.startswith("wait") else 1.0}
+        for kind, color in zip(kinds, itertools.cycle(COLORS[1:]))
+    }
     for row, part in enumerate(spans.values()):
         for kind, look in looks.items():
             bars = [(start, end - start) for what, start, end in part if what == kind]
@@ -447,13 +446,10 @@ def draw_timelines(args: Args) -> int:
     run_dirs = [run_dir for argument in args.runs for run_dir in find_runs(argument)]
     if not run_dirs or args.csv:
         raise bad("timeline", args.timeline, "is drawn from the run directories of distributed scripts; name some")
-    if args.out is not None and len(run_dirs) > 1:
-        raise bad("out", args.out, f"is one picture, and there are {len(run_dirs)} runs; leave it out or name one run")
     for run_dir in run_dirs:
         spans = read_spans(run_dir, args.timeline)
-        picture = Path(f"{args.out or run_dir / 'timeline'}.png")
-        with errors_of(f"--out {picture}", "written"):
-            picture.parent.mkdir(parents=True, exist_ok=True)
+        picture = run_dir / "timeline.png"
+        with errors_of(f"{picture}", "written"):
             draw_spans(spans, f"{run_dir.resolve().name}: its last iterations").savefig(picture)
         print(f"{shares_table(spans)}\n\npicture: {picture}")
     return 0

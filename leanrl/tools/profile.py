@@ -326,7 +326,7 @@ def render(record: dict) -> str:
         rows.append({**row, **row["parts_us"]})
         if "floors_us" in row:  # an older record
             rows[-1]["kept"] = f"{row['sps'] / row['envpool_sps']:.0%}"
-            rows[-1]["floors"] = " + ".join(f"{floor:,.0f}" for floor in row["floors_us"].values())
+            rows[-1]["floors"] = " + ".join(f"{row['floors_us'][part]:,.0f}" for part in OLD_PARTS[:3])
     columns = [key for key in COLUMNS if any(key in row for row in rows)]
     cells = [[x if isinstance(x := row.get(key, "-"), str) else f"{x:,.0f}" for key in columns] for row in rows]
     legend = "Microseconds of an environment step; the parts are those of the profiled one."
