@@ -1,14 +1,13 @@
 """The rows of ``leanrl.tools.ablate``: tricks of the fast variants, and what takes each of them away.
 
-At the scripts' default hyperparameters, on HalfCheetah-v5, CartPole-v1 and Breakout-v5. As a program it is one run of a
-row, without the trick or with it:
-
-    python -m leanrl.tools.ablate_rows ROW_NUMBER {with,without} --seed 1
+At the scripts' default hyperparameters, on HalfCheetah-v5, CartPole-v1 and Breakout-v5. Run as a module, with the
+number of a row and ``with`` or ``without``, it is one run of that row's script; its flags follow.
 """
 
 import importlib
 import sys
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -21,7 +20,7 @@ import leanrl.ppo_continuous_action as ppo_reference
 import leanrl.ppo_continuous_action_torchcompile as ppo
 from leanrl.support import devices, executables
 from leanrl.support.cli import run_script
-from leanrl.support.envs import make_env
+from leanrl.support.envs import env_seeds, make_env
 from leanrl.support.layers import TwinLinear
 from leanrl.support.normalization import RewardNormalizer, RunningMoments
 
@@ -61,8 +60,11 @@ def with_guards(fn, device: torch.device, cpp_wrapper: bool = True, **options):
     return torch.compile(fn, fullgraph=True, dynamic=False, options=options)
 
 
-def sync_envs(env_id: str, *_, **__) -> gym.vector.VectorEnv:
-    return gym.vector.SyncVectorEnv([lambda: make_env(env_id)], autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)
+def sync_envs(env_id: str, num_envs: int, seed: int, *_, **__) -> gym.vector.VectorEnv:
+    next_step = gym.vector.AutoresetMode.NEXT_STEP
+    envs = gym.vector.SyncVectorEnv([lambda: make_env(env_id)] * num_envs, autoreset_mode=next_step)
+    envs.reset = partial(envs.reset, seed=env_seeds(seed, num_envs))
+    return envs
 
 
 def wrapped_envs(*args, make_envs=ppo.make_envs, **kwargs) -> gym.vector.VectorEnv:
@@ -95,6 +97,7 @@ LOOP, ATARI_LOOP = ((patch.object(script, "compute_gae", gae_by_loop),) for scri
 SYNC = (patch.object(ppo, "make_envs", sync_envs),)
 WRAPPERS = (
     patch.object(ppo, "make_envs", wrapped_envs),
+    patch.object(ppo, "require_continuous_actions", lambda *_: None),  # the wrappers clip what has no bounds
     patch.object(RunningMoments, "update", lambda self, batch: None),
     patch.object(RunningMoments, "normalize", lambda self, x: x.float()),
     patch.object(RewardNormalizer, "__call__", lambda self, rewards, *_: rewards),

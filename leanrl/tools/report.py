@@ -224,12 +224,11 @@ def code_at(commit: str, path: str) -> str | None:
 
 @cache
 def files_behind(script: str) -> set[str]:
-    """The files that decide a script's speed: itself, and of what it imports all but BOOKKEEPING."""
-    finder = ModuleFinder([str(REPOSITORY)])
+    """The files that decide a script's speed: itself, and what it imports, but for BOOKKEEPING."""
+    finder = ModuleFinder([str(REPOSITORY)], excludes=[f"leanrl.support.{name}" for name in BOOKKEEPING])
     finder.run_script(str(SCRIPTS / f"{script}.py"))
-    modules = [module for module in finder.modules.values() if module.__file__]
-    decisive = (module.__file__ for module in modules if module.__name__.rpartition(".")[2] not in BOOKKEEPING)
-    return {str(Path(file).relative_to(REPOSITORY)) for file in decisive}
+    files = filter(None, (module.__file__ for module in finder.modules.values()))
+    return {str(Path(file).relative_to(REPOSITORY)) for file in files}
 
 
 def changed_since(record: dict) -> list[str]:
@@ -265,7 +264,7 @@ def main(args: Args, root: Path = REPOSITORY) -> int:
             page.write_text(text)
     for name, record in used.items() if args.check else ():
         if commits_of(record) and (files := changed_since(record)):
-            changed = ", ".join(file.removeprefix("leanrl/").removesuffix(".py") for file in files)
+            changed = ", ".join(sorted({Path(file).stem for file in files}))
             print(f"{name}: measured at {commits_of(record)[-1][:7]}; changed since: {changed}")
     for difference in differences:
         print(f"{difference}: {'differs from its data' if args.check else 'rewritten'}")
