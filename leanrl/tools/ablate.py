@@ -25,20 +25,12 @@ from leanrl.tools import common
 from leanrl.tools.ablate_rows import ROWS, Row
 from leanrl.tools.trials import Contender, end_of, require_distinct, rounds_of, run_trial
 
-# What is run, for the title of the table.
-GROUPS = {
-    "ppo": "PPO, HalfCheetah-v5: one environment step",
-    "startup": "PPO, HalfCheetah-v5: from the start of a run until it has compiled",
-    "td3": "TD3, HalfCheetah-v5: one environment step with an update",
-    "sac": "SAC, HalfCheetah-v5: one environment step with an update",
-    "dqn": "DQN, CartPole-v1: one environment step",
-    "atari": "PPO, Breakout-v5: one environment step",
-}
+GROUPS = tuple(dict.fromkeys(row.group for row in ROWS))
 
 
 @dataclass
 class Args(common.OutArgs):
-    rows: tuple[str, ...] = tuple(GROUPS)
+    rows: tuple[str, ...] = GROUPS
     """what to measure: whole groups, or single rows (any other word lists them)"""
     repeats: int = 3
     """pairs of runs; the table has their medians"""
@@ -91,7 +83,7 @@ def render(lines: Sequence[dict]) -> str:
         header = ("trick", "without (µs)", "with (µs)", "gain", "range", "saved per environment step (µs)")
         if chosen[0]["seconds_saved_per_env_step"] is None:
             header = ("trick", "without (s)", "with (s)", "gain", "range")
-        parts += [f"{GROUPS.get(group, group)}.", common.markdown_table(header, list(map(cells, chosen)))]
+        parts += [f"{group}:", common.markdown_table(header, list(map(cells, chosen)))]
     parts += ["Medians. Gains and savings are taken between runs that followed each other; their range is given."]
     return "\n\n".join(parts)
 

@@ -116,18 +116,14 @@ def without_option(name: str) -> tuple[AbstractContextManager]:
 # --------------------------------------------------------------------------------------------------------------- ROWS
 
 PPO = "ppo", "ppo_continuous_action_torchcompile", "--total-timesteps=40960"
-PPO_64 = (
-    "ppo",
-    PPO[1],
-    "--num-envs=64 --env-backend=envpool --num-steps=128 --num-minibatches=2 --total-timesteps=65536",
-)
+PPO_64 = *PPO[:2], "--num-envs=64 --env-backend=envpool --num-steps=128 --num-minibatches=2 --total-timesteps=65536"
 STARTUP = "startup", PPO[1], "--total-timesteps=2048"
 TD3 = "td3", "td3_continuous_action_torchcompile", "--learning-starts=1000 --total-timesteps=4000"
 SAC = "sac", "sac_continuous_action_torchcompile", "--learning-starts=1000 --total-timesteps=4000"
 DQN = "dqn", "dqn_torchcompile", "--total-timesteps=60000"
 ATARI = "atari", "ppo_atari_envpool_torchcompile", "--total-timesteps=8192"
 
-BF16, EAGER = "--amp=bf16", "--no-compile"
+BF16 = "--amp=bf16"
 
 
 def row(of: tuple[str, str, str], name: str, trick: str, *changes, both="--compile", **flags) -> Row:

@@ -253,10 +253,9 @@ def turns_of(contenders: dict[Name, list[Contender]], rounds: int) -> list[tuple
 
 def record_of(trials: list[Trial], contenders: list[Contender], device: torch.device) -> dict:
     """compare's of those that have been run; factors are those over LeanRL's own script, or our reference without."""
-    labels = dict.fromkeys([contender.label for contender in contenders] + [trial.label for trial in trials])
-    ran = [label for label in labels if any(trial.label == label for trial in trials)]
-    ran.sort(key=lambda label: not label.startswith(UPSTREAM))
-    return compare.make_record("gpu", trials, {None: ran}, device)
+    ran = {trial.label for trial in trials}
+    labels = [contender.label for contender in contenders if contender.label in ran]
+    return compare.make_record("gpu", trials, {None: labels}, device)
 
 
 def run_upstream(contender: Contender, seed: int, runs_dir: Path, deadline: Deadline) -> Trial:

@@ -163,8 +163,7 @@ def read_curves(runs: Iterable[str], csvs: Iterable[Path]) -> list[Curve]:
         except UsageError as error:
             complaints.append(str(error))
     if not curves:
-        others = f" (and {len(complaints) - 1} more like it)" if len(complaints) > 1 else ""
-        raise UsageError(f"nothing to draw: {complaints[0]}{others}")
+        raise UsageError(f"nothing to draw: {'; '.join(complaints)}")
     for complaint in complaints:
         warn(complaint)
     return curves
@@ -335,13 +334,11 @@ def draw(groups: Groups, bands: dict[str, dict[tuple[str, str], Band]], caption:
         unit = "minutes of wall clock" if on_clock else "environment steps"
         axes.set(title="" if row else env_id, xlabel=unit, ylabel="" if column else "return")
         axes.set_xlim(left=0)
-        axes.grid(alpha=0.25)
         if not on_clock:
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.yaxis.set_major_formatter("{x:,.10g}")
-    figure.legend(
-        [handles[label] for label in labels], labels, loc="outside lower center", frameon=False, title=caption
-    )
+    lines = [handles[label] for label in labels]
+    figure.legend(lines, labels, loc="outside lower center", frameon=False, title=caption)
     return figure
 
 
@@ -352,9 +349,8 @@ def draw_curves(args: Args) -> int:
     require_rliable()
     curves = read_curves(args.runs, args.csv)
     known = sorted({curve["env_id"].iloc[0] for curve in curves})
-    for env_id in args.env_ids:
-        if env_id not in known:
-            raise bad("env_ids", env_id, f"no run has it; there are {', '.join(known)}")
+    if unknown := {*args.env_ids} - {*known}:
+        raise bad("env_ids", sorted(unknown), f"no run has it; there are {', '.join(known)}")
     curves = [curve for curve in curves if not args.env_ids or curve["env_id"].iloc[0] in args.env_ids]
     if args.max_steps is not None:
         early = [curve[curve["global_step"] <= args.max_steps] for curve in curves]

@@ -48,15 +48,12 @@ from leanrl.support.tracking import read_metrics
 from leanrl.tools import common, trials
 
 KINDS = {
-    "environment": ("env.step",),
+    "environment": "env.step",
     # Before the products: TorchInductor names its loops after what they are fused with, as in triton_poi_fused_addmm.
-    "fused loops": ("cpp_fused", "triton_"),
-    "matrix products": (
-        *("bmm", "addmm", "::mm", "_mm_out", "cpu_mm", "gemm", "gemv", "nvjet", "cutlass", "splitK"),
-        *("conv", "cudnn", "xmma"),
-    ),
-    "random numbers": ("rand", "normal_", "random_", "distribution"),
-    "copies": ("copy_", "clone", "empty", "index_select", "index_copy", "cumsum", "Memcpy", "Memset", "CatArray"),
+    "fused loops": "cpp_fused triton_",
+    "matrix products": "bmm addmm ::mm _mm_out cpu_mm gemm gemv nvjet cutlass splitK conv cudnn xmma",
+    "random numbers": "rand normal_ random_ distribution",
+    "copies": "copy_ clone empty index_select index_copy cumsum Memcpy Memset CatArray",
 }
 """Part -> what the names of its events contain under the profiler, the first that fits; convolutions are products."""
 
@@ -266,7 +263,7 @@ def by_kind(profile: torch.profiler.profile, steps: int, step_us: float, device_
     parts = dict.fromkeys([*KINDS, OTHER_KERNELS] if on_gpu else KINDS, 0.0)
     for event in profile.key_averages():
         on_cpu = event.device_type == torch.autograd.DeviceType.CPU
-        kind = next((kind for kind, names in KINDS.items() if any(name in event.key for name in names)), None)
+        kind = next((kind for kind, names in KINDS.items() if any(name in event.key for name in names.split())), None)
         if kind == "environment":
             if on_cpu:  # its time is all that happens within it
                 parts[kind] += event.cpu_time_total / steps

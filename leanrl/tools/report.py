@@ -166,19 +166,21 @@ def render(marker: str, root: Path, page: Path) -> tuple[str, dict[str, dict]]:
         if column is not None:
             header, _, first, *_ = ([cell.strip() for cell in line.split("|")] for line in tables[0].splitlines())
             return first[header.index(column)], {}
-        links = [f"[{Path(name).name}]({os.path.relpath(root / RESULTS / name, page.parent)})" for name in names]
-        commits = dict.fromkeys(
-            commit[:7] + "-dirty" * commit.endswith("-dirty") for r in records for commit in commits_of(r)
-        )
-        sources = [f"Measured at {', '.join(commits)}"] if commits else ["Raw curves"]
-        if "machine" in records[0] and not is_headline:
-            machine = records[0]["machine"]
-            sources[0] += f" on {machine if isinstance(machine, str) else describe_machine(machine)}"
-        sources += [] if is_headline else [", ".join(links)]
+        commits = dict.fromkeys(short(commit) for record in records for commit in commits_of(record))
+        source = f"Measured at {', '.join(commits)}" if commits else "Raw curves"
+        if not is_headline:
+            links = (f"[{Path(name).name}]({os.path.relpath(root / RESULTS / name, page.parent)})" for name in names)
+            source = f"{source}{machine_of(records[0])}: {', '.join(links)}"
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UsageError(f"{page}: report: {marker}: {type(error).__name__}: {error}") from None
-    text = "\n\n".join([*tables, f"{': '.join(sources)}."])
-    return f"\n{text}\n", dict(zip(names, records, strict=True))
+    text = "\n\n".join([*tables, source])
+    return f"\n{text}.\n", dict(zip(names, records, strict=True))
+
+
+def machine_of(record: dict) -> str:
+    """`` on a machine``, where the record tells of it."""
+    machine = record.get("machine", "")
+    return f" on {machine if isinstance(machine, str) else describe_machine(machine)}" if machine else ""
 
 
 def selected(records: list[dict], fields: dict[str, str]) -> dict:
@@ -201,6 +203,11 @@ def commits_of(record: dict) -> list[str]:
     runs = [run["args"]["git_commit"] for run in record.get("runs", []) if run.get("args")]
     known = [record.get("git_commit"), record.get("machine", {}).get("git_commit")]
     return list(dict.fromkeys(runs or filter(None, known)))
+
+
+def short(commit: str) -> str:
+    """``2267488``, with ``-dirty`` where it ended so: files differed from what was committed."""
+    return commit[:7] + "-dirty" * commit.endswith("-dirty")
 
 
 def git(*words: str) -> str | None:
@@ -265,7 +272,7 @@ def main(args: Args, root: Path = REPOSITORY) -> int:
     for name, record in used.items() if args.check else ():
         if commits_of(record) and (files := changed_since(record)):
             changed = ", ".join(sorted({Path(file).stem for file in files}))
-            print(f"{name}: measured at {commits_of(record)[-1][:7]}; changed since: {changed}")
+            print(f"{name}: measured at {short(commits_of(record)[-1])}; changed since: {changed}")
     for difference in differences:
         print(f"{difference}: {'differs from its data' if args.check else 'rewritten'}")
     return 1 if args.check and differences else 0

@@ -98,10 +98,11 @@ def main(args: Args) -> int:
         for position, (seed, cache, contender) in enumerate(order, start=1):
             print(f"[{position}/{len(order)}] {contender.label}, seed {seed}, {cache} cache", flush=True)
             with tempfile.TemporaryDirectory() as folder:
+                variables = {"TORCHINDUCTOR_CACHE_DIR": folder}
                 if cache == "warm":
                     short = replace(contender, command=(*contender.command, "--max-seconds=1"))
-                    trials.run_trial(short, seed, out / "runs" / "filling", variables=with_cache(folder))
-                runs.append({"cache": cache, **timed(task, folder, contender, seed, out / "runs" / cache)})
+                    trials.run_trial(short, seed, out / "runs" / "filling", variables=variables)
+                runs.append({"cache": cache, **timed(task, variables, contender, seed, out / "runs" / cache)})
     except KeyboardInterrupt:
         if not runs:
             raise
@@ -130,17 +131,12 @@ def chosen(task: Task, args: Args) -> list[trials.Contender]:
 # ----------------------------------------------------------------------------------------------------------- MEASURING
 
 
-def with_cache(folder: str) -> dict[str, str]:
-    """The variables of a run whose compile cache is ``folder``."""
-    return {"TORCHINDUCTOR_CACHE_DIR": folder}
-
-
-def timed(task: Task, cache: str, contender: trials.Contender, seed: int, runs_dir: Path) -> dict:
+def timed(task: Task, variables: dict[str, str], contender: trials.Contender, seed: int, runs_dir: Path) -> dict:
     """One run and what its snapshots score, as a dictionary for the JSON; all times in seconds since its start."""
     limit = PATIENCE * task.seconds
     start = time.time()
     deadline = trials.Deadline.within(limit)
-    trial = trials.run_trial(contender, seed, runs_dir, deadline, variables=with_cache(cache))
+    trial = trials.run_trial(contender, seed, runs_dir, deadline, variables=variables)
     ended = time.time() - start
     failure = None if trial.was_cut_off else trial.failure
     snapshots = [] if failure else evaluate(Path(trial.run_dir), start, limit, task.target)
