@@ -142,6 +142,9 @@ def test_a_failed_run_does_not_stop_the_others(tmp_path, capfd):
     out, err = capfd.readouterr()
     assert "[1/4] crash, seed 2" in out and "[4/4] good, seed 2" in out
     assert "crash, seed 2: failed (exit 1)" in err and "ValueError: broken" in err
+    with pytest.raises(SystemExit, match="2"):  # what refuses its flags does
+        run_trials([fake_script(tmp_path, "refused", "sys.exit(2)"), good], [1], tmp_path / "runs")
+    assert "good" not in capfd.readouterr().out
 
 
 HUNGRY = "block = b'x' * 10**8; del block; time.sleep(1)"
@@ -166,14 +169,6 @@ def test_peak_memory_of_a_run(tmp_path):
     assert trials.peak_memory_mb(2**22 + 1) is None  # no such process
 
 
-def test_refused_flags_stop_everything(tmp_path, capfd):
-    refused = fake_script(tmp_path, "refused", "sys.exit(2)")
-    with pytest.raises(SystemExit) as end:
-        run_trials([refused, fake_script(tmp_path, "good", GOOD)], [1], tmp_path / "runs")
-    assert end.value.code == 2
-    assert "good" not in capfd.readouterr().out
-
-
 @pytest.mark.parametrize("num_before", [0, 1])
 def test_ctrl_c_ends_the_run_that_is_on(num_before, tmp_path):
     """And keeps what was measured before it, if anything was."""
@@ -183,12 +178,10 @@ def test_ctrl_c_ends_the_run_that_is_on(num_before, tmp_path):
     )
     driver = tmp_path / "driver.py"
     driver.write_text(
-        "from pathlib import Path\nfrom leanrl.tools import common\nfrom leanrl.tools.trials import *\n"
-        "def main(args):\n"
-        f"    trials = run_trials({[good] * num_before + [sleeper, good]}, [1], Path('runs'))\n"
-        "    print([trial.failure for trial in trials])\n"
-        "    return 130\n"
-        "common.run_tool(main, dict[str, int])\n"
+        "from leanrl.tools import common, compare\nfrom leanrl.tools.trials import Contender\n"
+        "compare.require_valid = lambda contender: None\n"
+        f"compare.contenders_of = lambda *_: {[good] * num_before + [sleeper, good]}\n"
+        "common.run_tool(compare.main, compare.Args)\n"
     )
 
     def heed_ctrl_c() -> None:  # a shell's background jobs ignore it, and hand that down
@@ -196,7 +189,7 @@ def test_ctrl_c_ends_the_run_that_is_on(num_before, tmp_path):
 
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     how = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(REPOSITORY)}, "preexec_fn": heed_ctrl_c, **pipes}
-    process = subprocess.Popen([sys.executable, driver], **how)
+    process = subprocess.Popen([sys.executable, driver, "--out", "."], **how)
     try:
         pid = int(wait_until(lambda: "".join(path.read_text() for path in tmp_path.glob("runs/*/pid")), process))
         process.send_signal(signal.SIGINT)
@@ -204,11 +197,8 @@ def test_ctrl_c_ends_the_run_that_is_on(num_before, tmp_path):
     finally:
         process.kill()
     assert process.returncode == 130
-    if num_before == 0:
-        assert err.strip() == "driver: interrupted"
-    else:
-        assert err.strip() == "interrupted: the results of the runs so far"
-        assert out.splitlines()[-1] == "[None]"
+    told = "interrupted: the results of the runs so far" if num_before else "compare: interrupted"
+    assert err.strip() == told and ("| good " in out) == (num_before > 0)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 

@@ -23,7 +23,7 @@ import tyro
 
 from leanrl.support.errors import UsageError, bad, require_at_least
 from leanrl.tools.common import run_tool
-from leanrl.tools.trials import REPOSITORY, SCRIPTS, Deadline, check_flags, require_distinct, run_child
+from leanrl.tools.trials import REPOSITORY, SCRIPTS, Deadline, bare, require_distinct, run_child
 
 ADDED = ("--env-id", "--seed", "--run-name", "--resume")
 SIZES = ("num_seeds", "workers", "slurm_ntasks", "slurm_nodes", "slurm_gpus_per_task", "slurm_cpus_per_gpu")
@@ -67,7 +67,9 @@ def commands(args: Args, stamp: str) -> list[list[str]]:
     name = Path(args.command[0]).name if args.command else ""
     if name not in known:
         raise UsageError(f"-- {name}: name a script after --; there are {', '.join(known)}")
-    check_flags(args.command[1:], ADDED)
+    for word in args.command[1:]:
+        if bare(word) in ADDED:
+            raise UsageError(f"-- {word}: is set by this tool itself, see --help")
     script = SCRIPTS / name
     return [
         [
