@@ -1,8 +1,9 @@
 """Checks the CUDA paths on this machine's GPU, and measures every script there in every mode.
 
-First the tests that need a GPU, among them those that compare modes with eager. Then speeds, one run at a
-time, what counts most first; they become the table, picture and JSON of `leanrl.tools.compare`, a folder for each
-algorithm. What does not fit into --seconds is left out and counted: the same call with the same --out goes on there.
+First the tests that need a GPU, among them those that compare modes with eager. Then speeds, one run at a time, what
+counts most first; they become the table, picture and JSON of `leanrl.tools.compare`, a folder for each algorithm. What
+does not fit into --seconds is left out and counted: the same call with the same --out goes on there. A file of tests
+that alone takes longer than three fifths of it needs more --seconds.
 
 With --leanrl, LeanRL's own script runs beside ours as it is, with --compile --cudagraphs, in FOLDER/.venv where there
 is one. Its speed is the last "... sps" that it prints, the steps per second since its burn-in (PPO on Atari: of its
@@ -46,7 +47,7 @@ from leanrl.tools.trials import (
 Name = Literal["sac", "td3", "ppo", "ppo_atari", "cleanba_ppo", "cleanba_impala", "dqn", "pqn", "pqn_atari"]
 
 # What the checks may take of --seconds, and the cores that a file of tests gets.
-CHECK_SHARE, CORES_OF_A_CHECK = 0.4, 4
+CHECK_SHARE, CORES_OF_A_CHECK = 0.6, 4
 # A measured run trains for so long after its warm-up; with less time than RUN_SECONDS left, none is begun.
 TRAINING_SECONDS, RUN_SECONDS = 10.0, 45.0
 
