@@ -99,7 +99,7 @@ def test_what_cannot_be_read_is_told_in_one_line_and_left_out(tmp_path, capsys):
     assert len(lines) == 7, lines
     for name in ("torn", "empty", "list", "_4", "_5", "'mode'", "missing.csv"):
         assert sum(name in line for line in lines) == 1, name
-    with pytest.raises(UsageError, match=r"nothing to draw: .*table.csv: cannot be read .* \(and 1 more like it\)"):
+    with pytest.raises(UsageError, match=r"nothing to draw, 2 unreadable: .*table.csv: cannot be read"):
         draw(out=tmp_path / "p", csv=csvs)
 
 

@@ -163,7 +163,7 @@ def read_curves(runs: Iterable[str], csvs: Iterable[Path]) -> list[Curve]:
         except UsageError as error:
             complaints.append(str(error))
     if not curves:
-        raise UsageError(f"nothing to draw: {'; '.join(complaints)}")
+        raise UsageError(f"nothing to draw, {len(complaints)} unreadable: {complaints[0]}")
     for complaint in complaints:
         warn(complaint)
     return curves
