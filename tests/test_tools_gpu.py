@@ -139,5 +139,7 @@ def test_the_speed_of_another_script_is_the_last_that_it_prints(shown, sps, tmp_
     ours = Trial(
         FAST, 2, [], "", 0, summary={"sps": 1624.5, "warmup_seconds": 1.0, "global_step": 96, "interrupted": False}
     )
-    first, second = gpu.record_of([ours, trial], [Contender(FAST, ())], CPU)["rows"]
+    first, second = gpu.record_of([ours, trial], [contender, Contender(FAST, ()), Contender("not yet run", ())], CPU)[
+        "rows"
+    ]
     assert first["label"] == contender.label and second["ratios"] == {"speed-up": [2.0] if sps else []}
