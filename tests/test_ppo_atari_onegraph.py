@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import leanrl.ppo_atari_envpool_torchcompile as fast
-from leanrl.tools.gpu import last_parameters
+from leanrl.support.checkpoints import list_checkpoints, load_checkpoint
 
 SCRIPT = "ppo_atari_envpool_torchcompile"
 MODES = {"graph": ["--one-graph"], "eager": []}
@@ -111,6 +111,12 @@ def test_two_graphs_make_the_eager_run_bit_for_bit(flags, least, most, recorded_
 
 
 # ----------------------------------------------------------------------------------------------------------- ON A GPU
+
+
+def last_parameters(run_dir) -> list[torch.Tensor]:
+    """Of the last two checkpoints, the older first, one vector each."""
+    states = [load_checkpoint(path, {})[1]["script"] for path in reversed(list_checkpoints(run_dir / "checkpoints"))]
+    return [torch.cat([x.flatten() for x in state["agent"].values()]) for state in states]
 
 
 @pytest.mark.cuda

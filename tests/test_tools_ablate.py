@@ -1,100 +1,93 @@
-"""leanrl.tools.ablate: its rows, without a compiler, what it writes, has written, and refuses."""
+"""leanrl.tools.ablate: both sides of a row learn the same, what the tool writes, has written, and refuses."""
 
-import importlib
 import json
-from copy import deepcopy
+import sys
+from functools import partial
 
 import pytest
 import torch
-import tyro
-from scripts import cells, run_tool_in_process
+from scripts import cells, newest_checkpoint, run_tool_in_process, tiny
+from torch.utils._pytree import tree_leaves
 
-import leanrl.ppo_continuous_action_torchcompile as ppo
 from leanrl.support import executables
-from leanrl.tools import ablate, ablate_rows, ablation
-from leanrl.tools.ablation import Row, Side, WholeRun
-from leanrl.tools.trials import REPOSITORY
+from leanrl.tools import ablate, ablate_rows
+from leanrl.tools.ablate_rows import ROWS, Row
+from leanrl.tools.trials import REPOSITORY, Contender, require_valid
+
+NETWORKS = ("agent", "actor", "critics", "q_network")
+# A row for each patch of our code; TorchInductor's options change nothing where nothing is compiled.
+PATCHED = [row for row in ROWS if row.changes and not hasattr(row.changes[0], "in_dict")]
 
 
-@pytest.fixture(autouse=True)
-def uncompiled(monkeypatch):
-    """Nothing is compiled, a sample is one burst, and settings are put back."""
+@pytest.mark.parametrize("row", PATCHED, ids=lambda row: f"{row.group} {row.name}")
+def test_both_sides_learn_the_same(row, tmp_path, monkeypatch):
+    """Uncompiled."""
     monkeypatch.setattr(executables, "CompiledStep", lambda fn, device, cpp_wrapper=True, **options: fn)
     monkeypatch.setattr(torch, "compile", lambda fn, **options: fn)
-    monkeypatch.setattr(ablation, "SAMPLE_SECONDS", 1e-9)
-    num_threads, products = torch.get_num_threads(), ablation.PRODUCTS.fp32_precision
-    yield
+    backend = ["--env-backend=envpool"] if "envpool" in row.flags else []
+    num_threads, products = torch.get_num_threads(), torch.backends.mkldnn.matmul.fp32_precision
+    learned = []
+    for side in ("with", "without"):
+        flags = [*tiny(row.script), *backend, "--compile", "--total-timesteps=256", f"--runs-dir={tmp_path}"]
+        monkeypatch.setattr(sys, "argv", ["ablate_rows", *flags, f"--run-name={side}"])
+        ablate_rows.run(row, side)
+        _, state = newest_checkpoint(tmp_path / side)
+        networks = [part for name, part in state["script"].items() if name in NETWORKS]
+        learned.append(torch.cat([x.flatten() for x in tree_leaves(networks)]))
     torch.set_num_threads(num_threads)
-    ablation.PRODUCTS.fp32_precision = products
+    torch.backends.mkldnn.matmul.fp32_precision = products
+    ours, theirs = learned
+    assert (ours - theirs).norm() < 1e-3 * theirs.norm()
 
 
-@pytest.mark.parametrize("group", ablate.GROUPS)
-def test_both_sides_of_every_row_compute_the_same(group, monkeypatch):
-    def check(run: WholeRun) -> float:
-        script = importlib.import_module(f"leanrl.{run.script}")
-        script.validate(tyro.cli(script.Args, args=run.flags.split()))
-        compile(run.change, "change", "exec")
-        return 1.0
-
-    monkeypatch.setattr(WholeRun, "sample", check)
-    for row in ablate.GROUPS[group][0]:
-        sides, difference = row.sides()  # or they differ
-        assert all(side.sample() > 0 for side in sides.values())
-        assert (difference is None) == isinstance(sides["with"], WholeRun)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.group} {row.name}")
+def test_scripts_take_the_flags(row):
+    for side in ("with", "without"):
+        words = row.command(side)
+        assert words[3:5] == [str(ROWS.index(row)), side]
+        require_valid(Contender(side, (sys.executable, f"{row.script}.py", *words[5:])))
+    assert row.command("with")[5:] != row.command("without")[5:] or row.changes
 
 
-def test_a_whole_run_says_how_fast_it_was():
-    run = WholeRun("dqn_torchcompile", 100, "--no-compile --learning-starts 150 --total-timesteps 250")
-    assert 0.001 < run.sample() < 10 and run.count == 100
-    with pytest.raises(RuntimeError, match=r"(?s)exit 1.*AssertionError"):
-        WholeRun("dqn_torchcompile", 0, "", "assert script.Args.num_envs > 1").sample()
-
-
-def test_samples_leave_everything_as_it_was():
-    side = ablate_rows.epoch(ppo)
-    state = [ablation.state_of(part) for part in (side.parts.agent, side.parts.optimizer, side.parts.rollout)]
-    before = deepcopy(state)
-    moved = side.outcome()
-    assert moved["agent"].abs().max() > 1e-3 and not moved["rollout.obs"].any() and side.sample() > 0
-    torch.testing.assert_close(state, before, rtol=0, atol=0)
-
-
-def test_two_rows_give_a_table_and_raw_timings(monkeypatch, capsys, tmp_path):
-    flags = ("--rows", "gae", "environment", "--repeats", 2, "--out", tmp_path)
-    assert run_tool_in_process(monkeypatch, ablate, *flags) == 0
+def test_two_real_runs_give_a_table(monkeypatch, capsys, tmp_path):
+    command = Row.command
+    short = ["--no-compile", "--learning-starts=150", "--total-timesteps=250"]
+    monkeypatch.setattr(Row, "command", lambda row, side: [*command(row, side), *short])
+    assert run_tool_in_process(monkeypatch, ablate, "--rows", "dqn_sums", "--repeats", 1, "--out", tmp_path) == 0
     table = (tmp_path / "table.md").read_text()
-    assert table in capsys.readouterr().out
-    assert [row[0] for row in cells(table)] == ["GAE by a scan", "SerialVectorEnv, not SyncVectorEnv"]
+    assert table in capsys.readouterr().out and [row[0] for row in cells(table)] == ["greedy action as sums"]
     record = json.loads((tmp_path / "ablate.json").read_text())
-    assert record["machine"]["cpu_cores"] >= 1 and " --rows gae" in record["command"] and record["failures"] == {}
-    gae, environment = record["rows"]
-    assert (gae["group"], gae["row"], environment["row"]) == ("ppo", "gae", "environment")
-    assert environment["difference"] == 0.0 and 0.0 < gae["difference"] < ablation.TOLERANCE
-    assert (gae["calls_per_sample"], environment["calls_per_sample"]) == (1, 2048)
-    saved = [turn["without"] - turn["with"] for turn in gae["seconds_per_sample"]]
-    assert gae["seconds_saved_per_env_step"] == pytest.approx(sum(saved) / 2 / 2048)
+    assert record["machine"]["cpu_cores"] >= 1 and " --rows dqn_sums" in record["command"] and not record["failures"]
+    (line,) = record["rows"]
+    (turn,) = line["seconds_per_sample"]
+    assert 1e-6 < turn["with"] < 0.1 and line["gain"] == pytest.approx(turn["without"] / turn["with"])
+    assert line["seconds_saved_per_env_step"] == pytest.approx(turn["without"] - turn["with"])
 
 
-def test_sides_that_differ_are_not_timed_and_ctrl_c_keeps_what_was_measured(monkeypatch, capsys, tmp_path):
-    def interrupt():
-        raise KeyboardInterrupt
+def test_what_fails_is_told_and_ctrl_c_keeps_what_was_measured(monkeypatch, capsys, tmp_path):
+    def seconds_of(row, side, seed):
+        if row.name == "td3_bf16":
+            raise KeyboardInterrupt
+        if row.name == "gae":
+            raise RuntimeError("exit 1\nno GAE")
+        return 2.0 * seed if side.label == "without" else 0.5
 
-    sides = (lambda value=value: Side([lambda: torch.full((3,), value)], steps=1) for value in (1.0, 1.01))
-    rows = [Row("unequal", "cheating", *sides), *ablate_rows.PPO, Row("interrupting", "", interrupt, interrupt)]
-    monkeypatch.setitem(ablate.GROUPS, "ppo", (rows, ""))
-    flags = ("--rows", "unequal", "gae", "interrupting", "sums", "--repeats", 1, "--out", tmp_path)
-    assert run_tool_in_process(monkeypatch, ablate, *flags) == 130
-    errors = capsys.readouterr().err
-    assert "unequal: failed (cheating: the two sides do not compute the same, relative distance 0.0099)" in errors
-    assert "interrupted: the results so far" in errors
+    monkeypatch.setattr(ablate, "seconds_of", seconds_of)
+    call = partial(run_tool_in_process, monkeypatch, ablate, "--out", tmp_path)
+    assert call("--rows", "gae", "sums", "--repeats", 3) == 1
+    assert "gae: GAE by a scan: failed\nexit 1\nno GAE" in capsys.readouterr().err
+    assert cells((tmp_path / "table.md").read_text()) == [
+        ["policy as sums", "4,000,000.0", "500,000.0", "8.00x", "4.00 to 12.00", "3,500,000.0"]
+    ]
+    assert call("--rows", "startup", "td3_bf16") == 130
+    assert "interrupted: the results so far" in capsys.readouterr().err
     record = json.loads((tmp_path / "ablate.json").read_text())
-    assert [line["row"] for line in record["rows"]] == ["gae"] and list(record["failures"]) == ["unequal"]
+    assert {line["row"] for line in record["rows"]} == {"startup"}
 
 
 def test_groups_stand_for_their_rows():
-    assert len(ablate.expand(ablate.Args().rows)) == sum(len(rows) for rows, _ in ablate.GROUPS.values())
-    names = [(group, row.name) for group, row in ablate.expand(["dqn", "gae", "dqn_sums"])]
-    assert names == [("dqn", "dqn_staging"), ("dqn", "dqn_sums"), ("ppo", "gae")]
+    assert ablate.expand(ablate.Args().rows) == ROWS
+    assert [row.name for row in ablate.expand(["dqn", "sums", "dqn_sums"])] == ["sums", "dqn_update", "dqn_sums"]
 
 
 @pytest.mark.parametrize(

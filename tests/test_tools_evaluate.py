@@ -5,8 +5,6 @@ import itertools
 import json
 import math
 import shutil
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from scripts import ATARI, DISCRETE, FAST_SCRIPTS, KINDS, SCRIPTS, run, tiny, tiny_env, with_long
+from scripts import ATARI, DISCRETE, FAST_SCRIPTS, KINDS, SCRIPTS, run, run_tool_in_process, tiny, tiny_env, with_long
 
 from leanrl import cleanba_ppo
 from leanrl.ppo_continuous_action import Agent
@@ -28,7 +26,6 @@ from leanrl.support.atari import AtariVectorEnv
 from leanrl.support.envs import make_envs
 from leanrl.support.errors import UsageError
 from leanrl.tools import evaluate
-from leanrl.tools.common import run_tool
 
 
 @pytest.fixture(scope="session")
@@ -63,11 +60,8 @@ def untrained(run_dir: Path, env_id: str) -> Path:
 
 
 def evaluate_cli(monkeypatch, *flags) -> int:
-    """Calls the tool in this process as its command line would; returns the exit code."""
-    monkeypatch.setattr(sys, "argv", ["evaluate", *map(str, flags)])
-    with pytest.raises(SystemExit) as end:
-        run_tool(evaluate.main, evaluate.Args)
-    return end.value.code
+    """What the tool exits with, in this process."""
+    return run_tool_in_process(monkeypatch, evaluate, *flags)
 
 
 def returns_of(run_dir: Path) -> list[float]:
@@ -113,7 +107,7 @@ def play_by_hand(run_dir: Path, env_id: str, seed: int, episodes: int) -> tuple[
     """Returns and lengths of the saved policy in plain Gymnasium, no code of ours in the loop."""
     env = gym.make(env_id)
     act = policy_by_hand(torch.load(run_dir / "model.pt", weights_only=True)["model"], env.action_space)
-    env_seed = int(np.random.SeedSequence([seed, 1_000_000]).generate_state(1)[0] >> 1)
+    env_seed = evaluation_seed(seed)
     returns, lengths = [], []
     for episode in range(episodes):
         obs, _ = env.reset(seed=env_seed if episode == 0 else None)
@@ -155,24 +149,33 @@ def test_returns_are_those_of_a_rollout_by_hand(script, trained):
     np.testing.assert_allclose(evaluation.play(trained, 4, seed=4), expected, rtol=1e-6)
 
 
+def evaluation_seed(seed: int) -> int:
+    """That of the environment which the tool plays in with ``--seed``."""
+    return int(np.random.SeedSequence([seed, 1_000_000]).generate_state(1)[0] >> 1)
+
+
+def play_pool_by_hand(pool, policy, episodes: int) -> list[float]:
+    """Returns in EnvPool's own loop; of an Atari game, over all its lives."""
+    (obs, _), returns = pool.reset(), [0.0]
+    while len(returns) <= episodes:
+        actions = policy(obs).astype(pool.action_space.dtype)
+        obs, reward, terminated, truncated, infos = pool.step(actions)
+        returns[-1] += float(reward[0])
+        over = infos["lives"][0] == 0 if "lives" in infos else terminated[0]
+        if over or truncated[0]:
+            returns.append(0.0)
+            obs, *_ = pool.step(np.zeros_like(actions))
+    return returns[:episodes]
+
+
 @pytest.mark.parametrize("script", with_long(ATARI), indirect=True)
 def test_scores_are_those_of_whole_games_by_hand(script, trained):
-    """EnvPool's own loop: no lost life ends a game, rewards are the console's, actions are the policy's samples."""
-    seeds = [int(np.random.SeedSequence([4, 1_000_000]).generate_state(1)[0] >> 1)]
+    """No lost life ends a game, rewards are the console's, actions are the policy's samples."""
+    seeds = [evaluation_seed(4)]
     pool = envpool.make("Breakout-v5", env_type="gymnasium", num_envs=1, seed=seeds, noop_max=30, episodic_life=True)
-    saved = evaluation.load_model(trained)
-    policy = importlib.import_module(f"leanrl.{script}").load_policy(saved["model"], pool_spaces(pool))
-    obs, _ = pool.reset()
-    scores, lost = [0.0], 0
-    while len(scores) <= 2:
-        obs, reward, terminated, truncated, infos = pool.step(policy(obs).astype(np.int32))
-        scores[-1] += reward[0]
-        lost += terminated[0]
-        if infos["lives"][0] == 0 or truncated[0]:
-            scores.append(0.0)
-            obs, *_ = pool.step(np.zeros(1, np.int32))
-    assert lost == 10, "a game has five lives"
-    assert evaluation.play(trained, 2, seed=4) == scores[:2]
+    model = evaluation.load_model(trained)["model"]
+    policy = importlib.import_module(f"leanrl.{script}").load_policy(model, pool_spaces(pool))
+    assert evaluation.play(trained, 2, seed=4) == play_pool_by_hand(pool, policy, 2)
 
 
 @pytest.mark.parametrize("script", ATARI[1:2], indirect=True)
@@ -212,19 +215,10 @@ def untrained_distributed(run_dir: Path, env_id: str) -> Path:
 def test_distributed_agents_play_in_envpool(tmp_path, env_id):
     """Gymnasium has the three, too: with other dice, not without Box2D, and with other observations."""
     run_dir = untrained_distributed(tmp_path / "run", env_id)
-    seed = int(np.random.SeedSequence([4, 1_000_000]).generate_state(1)[0] >> 1)
     with closing(make_pool(env_id, range(1), 1, "cleanba")) as spaces:
         policy = cleanba_ppo.load_policy(evaluation.load_model(run_dir)["model"], spaces)
-    pool = envpool.make(env_id, env_type="gymnasium", num_envs=1, seed=[seed])
-    obs, _ = pool.reset()
-    returns = [0.0]
-    while len(returns) <= 3:
-        obs, reward, terminated, truncated, _ = pool.step(policy(obs))
-        returns[-1] += float(reward[0])
-        if terminated[0] or truncated[0]:
-            returns.append(0.0)
-            obs, *_ = pool.step(np.zeros(1, int))
-    assert evaluation.play(run_dir, 3, seed=4) == returns[:3]
+    pool = envpool.make(env_id, env_type="gymnasium", num_envs=1, seed=[evaluation_seed(4)])
+    assert evaluation.play(run_dir, 3, seed=4) == play_pool_by_hand(pool, policy, 3)
 
 
 @pytest.mark.parametrize("script", [name for name in FAST_SCRIPTS if name not in ATARI])
@@ -236,19 +230,10 @@ def test_what_was_trained_on_envpool_is_filmed_and_plays_there(script, tmp_path)
     frames = np.stack(imageio.mimread(tmp_path / "run" / "videos" / "episode.mp4", memtest=False)).astype(int)
     assert frames.shape[1:] == (400, 600, 3) and np.abs(frames[-1] - frames[0]).mean() > 0.5
 
-    seed = int(np.random.SeedSequence([4, 1_000_000]).generate_state(1)[0] >> 1)
-    pool = envpool.make(env_id, env_type="gymnasium", num_envs=1, seed=[seed])
+    pool = envpool.make(env_id, env_type="gymnasium", num_envs=1, seed=[evaluation_seed(4)])
     model = evaluation.load_model(tmp_path / "run")["model"]
     policy = importlib.import_module(f"leanrl.{script}").load_policy(model, pool)
-    (obs, _), returns = pool.reset(), [0.0]
-    while len(returns) <= 2:
-        actions = policy(obs).astype(pool.action_space.dtype)
-        obs, reward, terminated, truncated, _ = pool.step(actions)
-        returns[-1] += float(reward[0])
-        if terminated[0] or truncated[0]:
-            returns.append(0.0)
-            obs, *_ = pool.step(actions)
-    assert evaluation.play(tmp_path / "run", 2, seed=4) == returns[:2]
+    assert evaluation.play(tmp_path / "run", 2, seed=4) == play_pool_by_hand(pool, policy, 2)
 
 
 @pytest.mark.parametrize("script", ATARI[1:2], indirect=True)
@@ -396,13 +381,6 @@ def test_bad_numbers(tmp_path, monkeypatch, capsys, flags):
     assert flags[0].split("=")[0] in one_line(monkeypatch, capsys, untrained(tmp_path / "run", "Hopper-v5"), *flags)
 
 
-def test_as_a_process(tmp_path):
-    command = [sys.executable, "-m", "leanrl.tools.evaluate", str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == f"evaluate: {tmp_path}: not a run directory (it has no args.json)\n"
-
-
 # -------------------------------------------------------------------------------------------------------------- VIDEO
 
 
@@ -473,30 +451,7 @@ def test_video_of_a_game_shows_the_console(run_dir, monkeypatch):
     assert (np.abs(np.diff(frames, axis=0)).sum((1, 2, 3)) > 0).mean() > 0.5
 
 
-def test_video_of_a_distributed_agent_is_envpools(tmp_path, monkeypatch, capsys):
-    run_dir = untrained_distributed(tmp_path / "lander", "LunarLander-v3")  # Gymnasium needs Box2D for it
-    expected = evaluation.play(run_dir, 1)
-    assert evaluate_cli(monkeypatch, run_dir, "--episodes", 1, "--capture-video") == 0
-    assert returns_of(run_dir) == expected  # filming changes nothing
-    frames = np.stack(imageio.mimread(run_dir / "videos" / "evaluation_seed0.mp4", memtest=False)).astype(int)
-    assert frames.shape[1:] == (400, 600, 3) and len(frames) > 30
-    assert np.abs(frames[-1] - frames[0]).mean() > 0.5
-    capsys.readouterr()
-    cards = untrained_distributed(tmp_path / "cards", "Blackjack-v1")
-    line = one_line(monkeypatch, capsys, cards, "--capture-video")
-    assert line == "evaluate: --capture-video: cannot film Blackjack-v1 here: EnvPool does not draw it"
-
-
-TASKS = (
-    "Ant",
-    "HalfCheetah",
-    "Hopper",
-    "Humanoid",
-    "InvertedDoublePendulum",
-    "InvertedPendulum",
-    "Swimmer",
-    "Walker2d",
-)
+TASKS = "Ant", "HalfCheetah", "Hopper", "Humanoid", "InvertedDoublePendulum", "InvertedPendulum", "Swimmer", "Walker2d"
 
 
 @pytest.mark.parametrize("env_id", [f"{task}-{version}" for task in TASKS for version in ("v4", "v5")])

@@ -42,44 +42,38 @@ def row_of(monkeypatch, out, *words) -> dict:
     assert run_tool_in_process(monkeypatch, profile, "--out", out, *words) == 0
     assert (out / "profile.png").stat().st_size > 10_000
     (row,) = json.loads((out / "profile.json").read_text())["rows"]
+    assert all(microseconds >= 0 for microseconds in row["parts_us"].values())
+    assert row["parts_us"]["environment"] > 0 and row["parts_us"]["matrix products"] > 0
+    assert sum(row["parts_us"].values()) == pytest.approx(row["profiled_step_us"], rel=0.2)
+    assert row["floor_us"] == pytest.approx(1e3 * row["mflop"] / row["product_gflops"])
     return row
 
 
-def test_a_profiled_run(in_this_process, tmp_path, monkeypatch, capsys):
+def test_a_run(in_this_process, tmp_path, monkeypatch, capsys):
     sessions, session = [], torch.profiler.profile
     monkeypatch.setattr(torch.profiler, "profile", lambda: (sessions.append(1), session())[1])
     words = ["td3_continuous_action_torchcompile:eager --batch-size 32", "--", "--env-id", "InvertedPendulum-v5"]
     row = row_of(monkeypatch, tmp_path, "--steps", 30, *words, "--num-threads", 1, "--learning-starts", 20)
     assert row["who"].startswith("td3_continuous_action_torchcompile --batch-size 32 --env-id")
-    assert all(microseconds >= 0 for microseconds in row["parts_us"].values())
-    assert row["parts_us"]["environment"] > 0 and row["parts_us"]["matrix products"] > 0
-    assert sum(row["parts_us"].values()) == pytest.approx(row["profiled_step_us"], rel=0.2)
     # A critic-only update has 9 products of 32 x 256 x 256: target actor, and 2 critics' target, forward, 2 backward.
     assert 2 * 32 * 256**2 * 9 / 1e6 < row["mflop"] < 2 * 2 * 32 * 256**2 * 9 / 1e6
-    assert row["floor_us"] == pytest.approx(1e3 * row["mflop"] / row["product_gflops"])
-    assert len(sessions) == 1 and "environment" in capsys.readouterr().out
+    assert len(sessions) == 1 and "environments alone" in capsys.readouterr().out
 
 
-def test_a_timed_run(in_this_process, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("script", ["ppo_atari_envpool_torchcompile:eager", "pqn_atari_envpool"])
+def test_a_run_on_images(script, in_this_process, tmp_path, monkeypatch):
     words = ["--", "--num-envs", "2", "--num-threads", "1", "--num-steps", "16"]
-    row = row_of(monkeypatch, tmp_path, "--steps", 64, "ppo_atari_envpool_torchcompile:eager", *words)
-    assert set(row["parts_us"]) == {*profile.TIMED, profile.TIMED_REST}
-    assert all(microseconds > 0 for microseconds in row["parts_us"].values())
-    assert sum(row["parts_us"].values()) == pytest.approx(1e6 / row["sps"])
-    assert row["floors_us"]["emulation"] == pytest.approx(1e6 / row["envpool_sps"])
-    # Four epochs of forward and backward, which has two products for each of the forward's, in the first layer one;
-    # and 17 times acting for 16 steps.
-    assert 4 * 2.5 < row["floors_us"]["update"] / row["floors_us"]["inference"] * 17 / 16 < 4 * 3
-    assert f"{row['sps'] / row['envpool_sps']:.0%}" in capsys.readouterr().out
+    row = row_of(monkeypatch, tmp_path, "--steps", 64, script, *words)
+    assert row["num_envs"] == 2 and 0 < row["envs_us"] < 1e6
+    # Convolutions are products: each of the four epochs goes forward and back over every observation.
+    assert row["parts_us"]["matrix products"] > row["parts_us"]["copies"] and row["mflop"] > 100
 
 
 def test_whole_rollouts_after_the_first_of_a_reference():
     """The parts are those of the steps that the speed is of."""
     flags = ["--num-envs=4", "--num-steps=32", "--num-threads=1", "--device=cpu"]
-    found = profile.watch("ppo_atari_envpool", flags, 130, "seconds")
-    assert found["args"].total_timesteps == (1 + 2) * 128
-    spent = found["spent"]
-    assert 0 < spent[profile.TIMED_REST] < sum(spent[part] for part in profile.TIMED) / 2
+    found = profile.watch("ppo_atari_envpool", flags, 130, "counted")
+    assert found["args"].total_timesteps == (1 + 2) * 128 and found["steps"] == 2 * 128
 
 
 def test_a_profile_without_a_kernel_is_no_result_of_a_gpu():
@@ -114,7 +108,7 @@ def test_a_process_ends_with_its_function_or_with_the_tool():
     ("words", "reason"),
     [
         ([], "name scripts"),
-        (["td3_continuous_action:compile"], "profile: td3_continuous_action:compile: an eager reference has no"),
+        (["td3_continuous_action:compile"], "profile: td3_continuous_action:compile: no such mode; there are eager"),
         (["td3_continuous_action_torchcompile"], "must be one mode"),
         (["cleanba_ppo:eager"], "tells its parts already"),
         (["dqn --seed 2"], "is set by this tool"),

@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from scripts import run_tool_in_process
+from scripts import cells, run_tool_in_process
 
 from leanrl.support.errors import UsageError
 from leanrl.tools import report
@@ -53,6 +53,7 @@ def test_a_page_is_rewritten(root, capsys):
     [
         ("<!-- report: dqn/nothing.json -->\n<!-- end -->\n", "dqn/nothing.json: FileNotFoundError"),
         (f"<!-- report: {DATA} group=td3 -->\n<!-- end -->\n", "group=td3: KeyError: 'group'"),
+        (f'<!-- report: {DATA} "cell=no column" --><!-- end -->\n', "ValueError: 'no column' is not in list"),
         (f"<!-- report: {DATA} -->\n<!-- report: {DATA} -->\n<!-- end -->\n", "without its <!-- end -->"),
     ],
 )
@@ -63,17 +64,46 @@ def test_bad_markers(root, text, said):
 
 
 def test_older_code_is_found(monkeypatch):
-    record = json.loads((REPOSITORY / report.RESULTS / DATA).read_text())
-    names = {path.removeprefix(f"{REPOSITORY}/leanrl/") for path in report.code_behind(record)}
-    assert {"dqn.py", "dqn_torchcompile.py", "support/replay.py"} <= names and "sac_continuous_action.py" not in names
+    record = report.load(REPOSITORY / report.RESULTS / DATA)
+    behind = report.files_behind("dqn") | report.files_behind("dqn_torchcompile")
+    names = {path.removeprefix("leanrl/") for path in behind}
+    assert {"dqn.py", "dqn_torchcompile.py", "support/replay.py"} <= names
+    assert not {"sac_continuous_action.py", "support/tracking.py"} & names
 
-    monkeypatch.setattr(report, "code_behind", lambda _: ["README.md"])
-    git = report.subprocess.run
-    head = git(["git", "-C", REPOSITORY, "log", "-1", "--format=%H"], capture_output=True, text=True).stdout.strip()
-    if not head:
-        pytest.skip("no git here")
-    last = git(["git", "-C", REPOSITORY, "log", "-1", "--format=%H", "--", "README.md"], capture_output=True, text=True)
-    before = f"{last.stdout.strip()}~1"
-    for commit, changed in ((head, False), (before, True)):
-        monkeypatch.setattr(report, "commits_of", lambda _, commit=commit: [commit])
-        assert bool(report.later_changes(record)) == changed
+    before = {
+        "leanrl/dqn.py": '"""Before."""\nx = 1\n\n\ndef f():\n    """Says."""\n    return x  # y\n',
+        "leanrl/support/replay.py": "x = 1\n",
+    }
+    after = {"leanrl/dqn.py": '"""After."""\nx = 1\ndef f():\n    return (x)\n', "leanrl/support/replay.py": "x = 2\n"}
+    files = {"HEAD": after, report.commits_of(record)[-1]: before}
+
+    def git(command: str, words: str, *more: str) -> str | None:
+        commit, _, path = (more[0] if command == "cat-file" else words).partition(":")
+        return files.get(commit, {}).get(path, "" if commit in files else None)
+
+    monkeypatch.setattr(report, "git", git)
+    report.code_at.cache_clear()
+    assert report.changed_since(record) == ["leanrl/support/replay.py"]
+    del files[report.commits_of(record)[-1]]  # as in a copy without its history
+    assert report.changed_since(record) == []
+    report.code_at.cache_clear()
+
+
+def test_pairs_and_a_cell(root):
+    """Of every key that has pairs; the interval is that of the median of the ratios."""
+    runs = [{"before": {"sps": 100.0}, "after": {"sps": 100.0 * ratio}} for ratio in (1.0, 1.1, 1.5)]
+    other = {"script": "dqn", "flags": ["--compile"], "pairs": runs[1:2], "after": "fedcba9"}
+    record = {"before": "0123abc", "machine": "a machine", "command": "..."}
+    record |= {"ppo": {"script": "ppo", "flags": [], "pairs": runs, "after": "4567def"}, "dqn": other}
+    (root / report.RESULTS / "pairs.json").write_text(json.dumps(record))
+    page = root / "doc" / "page.md"
+    cell = f'<!-- report: {DATA} label=dqn "cell=median sps" --><!-- end -->'
+    page.write_text(f"It makes {cell} steps.\n<!-- report: pairs.json --><!-- end -->\n")
+    assert report.main(report.Args(), root) == 0
+    text = page.read_text()
+    assert "-->4,289<!-- end --> steps.\n" in text
+    assert [row[1:] for row in cells(text)] == [
+        ["3", "100", "110", "1.10 [1.00, 1.50]"],
+        ["1", "100", "110", "1.10 [1.10, 1.10]"],
+    ]
+    assert "| dqn --compile |" in text and "\nMeasured at 0123abc, 4567def, fedcba9 on a machine: [pairs.json]" in text

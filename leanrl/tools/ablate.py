@@ -1,18 +1,18 @@
-"""What each trick of the fast variants is worth: measured on the CPU without and with it, in turn.
+"""What each trick of the fast variants is worth: whole runs on the CPU without and with it, in turn.
 
-Before they are timed, the two sides of a pair must compute the same, but for rounding or where the trick is to compute
-something else (in bfloat16, say). Groups of rows: ppo, startup (of PPO), td3, replay, sac, dqn, atari, and eager:
-common advice for eager code.
+That both sides learn the same is for the tests to show. Groups of rows: ppo, startup (of PPO), td3, sac, dqn and atari.
 
     python -m leanrl.tools.ablate
     python -m leanrl.tools.ablate --rows td3 sac --repeats 3
-    python -m leanrl.tools.ablate --rows update gae --repeats 5
+    python -m leanrl.tools.ablate --rows sums gae --repeats 5
 """
 
+import statistics
 import sys
-import traceback
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -21,58 +21,70 @@ from tqdm import tqdm
 from leanrl.support.devices import resolve_device
 from leanrl.support.envs import near_names
 from leanrl.support.errors import bad, require_at_least
-from leanrl.support.run import write_json_atomically
-from leanrl.tools.ablate_rows import ATARI, DQN, EAGER, PPO, REPLAY, SAC, STARTUP, TD3
-from leanrl.tools.ablation import CPU, Row, measure
-from leanrl.tools.common import benchmark_record, describe_machine, markdown_table, results_folder, run_tool
-from leanrl.tools.trials import require_distinct
+from leanrl.tools import common
+from leanrl.tools.ablate_rows import ROWS, Row
+from leanrl.tools.trials import Contender, end_of, require_distinct, rounds_of, run_trial
 
-# Their rows, and for the title of the table what a thing is that is timed.
-GROUPS = {
-    "ppo": (PPO, "PPO, HalfCheetah-v5: an update is one minibatch, GAE is one rollout, all else one environment step"),
-    "startup": (STARTUP, "PPO, HalfCheetah-v5: from the start of a run until it has compiled"),
-    "td3": (TD3, "TD3, HalfCheetah-v5: one environment step with an update, every second one of the actor too"),
-    "replay": (REPLAY, "The replay of TD3 and SAC, 1,000,000 transitions: one environment step"),
-    "sac": (SAC, "SAC, HalfCheetah-v5: one environment step with an update, every second one of the actor too"),
-    "dqn": (DQN, "DQN, CartPole-v1: transitions are those of ten environment steps, with their update"),
-    "atari": (ATARI, "PPO, Breakout-v5: an update is one minibatch, GAE is one rollout, training one environment step"),
-    "eager": (EAGER, "Advice for eager code: one environment step of HalfCheetah-v5, of TD3's with an update"),
-}
+GROUPS = tuple(dict.fromkeys(row.group for row in ROWS))
 
 
 @dataclass
-class Args:
-    rows: tuple[str, ...] = tuple(GROUPS)
+class Args(common.OutArgs):
+    rows: tuple[str, ...] = GROUPS
     """what to measure: whole groups, or single rows (any other word lists them)"""
-    repeats: int = 11
-    """samples of each side; the table has their medians"""
-    runs_dir: str = "runs"
-    """folder of the default --out"""
-    out: str | None = None
-    """folder for the results; by default RUNS_DIR/ablate/TIME"""
+    repeats: int = 3
+    """pairs of runs; the table has their medians"""
 
 
-def expand(names: Sequence[str]) -> list[tuple[str, Row]]:
-    """The rows that are named, by themselves or by their groups, with the group of each; UsageError for any other."""
-    rows = [(group, row) for group, (rows, _) in GROUPS.items() for row in rows]
-    known = list(dict.fromkeys([*GROUPS, *(row.name for _, row in rows)]))
+def expand(names: Sequence[str]) -> list[Row]:
+    """The rows that are named, by themselves or by their groups; UsageError for any other."""
+    known = list(dict.fromkeys([*GROUPS, *(row.name for row in ROWS)]))
     for name in names:
         if name not in known:
             raise bad("rows", name, f"no such row{near_names(name, known) or '; there are ' + ', '.join(known)}")
-    return list(dict.fromkeys(pair for name in names for pair in rows if name in (pair[0], pair[1].name)))
+    return [row for row in ROWS if {row.group, row.name} & {*names}]
+
+
+def measure(row: Row, repeats: int, report=lambda line: None) -> dict:
+    """Runs both sides in turn, A B, B A, ...; gains are taken within a pair, since the machine's speed drifts."""
+    sides = [Contender(side, tuple(row.command(side))) for side in ("without", "with")]
+    turns = []
+    for seed, pair in rounds_of(sides, range(1, repeats + 1)):
+        report(f"{row.trick} {seed}/{repeats}")
+        turns.append({side.label: seconds_of(row, side, seed) for side in pair})
+    saved = statistics.median(turn["without"] - turn["with"] for turn in turns)
+    return {
+        "group": row.group,
+        "row": row.name,
+        "trick": row.trick,
+        **{f"seconds_{side.label}": statistics.median(turn[side.label] for turn in turns) for side in sides},
+        "gain": statistics.median(turn["without"] / turn["with"] for turn in turns),
+        "seconds_saved_per_env_step": None if row.is_start else saved,
+        "seconds_per_sample": turns,
+    }
+
+
+def seconds_of(row: Row, side: Contender, seed: int) -> float:
+    """Of an environment step, or of the warm-up; RuntimeError with the end of its output where the run failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "log")
+        cache = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/cache"} if row.is_start else {}
+        trial = run_trial(side, seed, Path(folder), output=log, variables=cache)
+        if trial.failure:
+            raise RuntimeError(f"{trial.failure}\n{end_of(log)}")
+    return trial.summary["warmup_seconds"] if row.is_start else 1 / trial.summary["sps"]
 
 
 def render(lines: Sequence[dict]) -> str:
-    """Markdown: a table for each group, of what is paid all the time or once, when a run starts; and facts."""
+    """Markdown: a table for each group, of what is paid all the time or once, when a run starts."""
     parts = []
     for group in dict.fromkeys(line["group"] for line in lines):
         chosen = [line for line in lines if line["group"] == group]
         header = ("trick", "without (µs)", "with (µs)", "gain", "range", "saved per environment step (µs)")
         if chosen[0]["seconds_saved_per_env_step"] is None:
             header = ("trick", "without (s)", "with (s)", "gain", "range")
-        parts += [f"{GROUPS[group][1]}.", markdown_table(header, list(map(cells, chosen)))]
-        parts += [line["facts"] for line in chosen if line["facts"]]
-    parts += ["Medians. Gains and savings are taken between samples that followed each other; their range is given."]
+        parts += [f"{group}:", common.markdown_table(header, list(map(cells, chosen)))]
+    parts += ["Medians. Gains and savings are taken between runs that followed each other; their range is given."]
     return "\n\n".join(parts)
 
 
@@ -91,36 +103,27 @@ def main(args: Args) -> int:
     require_distinct(args, "rows")
     rows = expand(args.rows)
     resolve_device(SimpleNamespace(device="cpu", compile=True))
-    # As the scripts that need it do, before PyTorch starts the threads that take it over.
-    torch.set_flush_denormal(True)
-    out = results_folder(args, "ablate")
-
-    lines, failures, interrupted = [], {}, False
+    out = common.results_folder(args, "ablate")
+    lines, failures, code = [], {}, 0
     with tqdm(rows, unit="row", disable=None) as progress:
-        for group, row in progress:
-            # Rows compile the same functions anew, more often than one program may.
-            torch._dynamo.reset()
+        for row in progress:
             try:
-                lines.append({"group": group, "row": row.name, **measure(row, args.repeats, progress.set_postfix_str)})
+                lines.append(measure(row, args.repeats, progress.set_postfix_str))
                 progress.write("{trick}: {gain:.2f}x".format(**lines[-1]))
-            except Exception as error:
-                failures[row.name] = traceback.format_exc()
-                progress.write(f"{row.name}: failed ({' '.join(str(error).split())[:300]})", file=sys.stderr)
+            except RuntimeError as error:
+                failures[row.name], code = str(error), 1
+                progress.write(f"{row.name}: {row.trick}: failed\n{error}", file=sys.stderr)
             except KeyboardInterrupt:
                 if not lines:
                     raise
                 progress.write("interrupted: the results so far", file=sys.stderr)
-                interrupted = True
+                code = 130
                 break
-
-    record = {**benchmark_record("ablate", CPU), "repeats": args.repeats, "rows": lines, "failures": failures}
-    text = f"{describe_machine(record['machine'])}\n\n{render(lines)}"
-    out.mkdir(parents=True, exist_ok=True)
-    write_json_atomically(out / "ablate.json", record)
-    (out / "table.md").write_text(text + "\n")
-    print(f"\n{text}\n\nJSON:  {out / 'ablate.json'}\ntable: {out / 'table.md'}")
-    return 130 if interrupted else 1 if failures else 0
+    record = common.benchmark_record("ablate", torch.device("cpu"))
+    record |= {"repeats": args.repeats, "rows": lines, "failures": failures}
+    common.write_results(out, "ablate", record, f"{common.describe_machine(record['machine'])}\n\n{render(lines)}")
+    return code
 
 
 if __name__ == "__main__":
-    run_tool(main, Args)
+    common.run_tool(main, Args)

@@ -1,123 +1,75 @@
-"""The rows of ``leanrl.tools.ablate``: for each trick, how a thing is done with it and without.
+"""The rows of ``leanrl.tools.ablate``: tricks of the fast variants, and what takes each of them away.
 
-At the scripts' default hyperparameters, on HalfCheetah-v5, CartPole-v1 and Breakout-v5. Rows of Atari and of 64
-environments need EnvPool. The advice for eager code is that of the original LeanRL's README and of PyTorch's tuning
-guide; what concerns the traffic between a CPU and a GPU (tensors made on the device, pinned memory, non-blocking
-copies) has no meaning here.
+At the scripts' default hyperparameters, on HalfCheetah-v5, CartPole-v1 and Breakout-v5. Run as a module, with the
+number of a row and ``with`` or ``without``, it is one run of that row's script; its flags follow.
 """
 
-import math
-from collections.abc import Callable, Iterator
-from functools import partial, partialmethod
-from itertools import pairwise
-from types import ModuleType, SimpleNamespace
+import importlib
+import sys
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import NamedTuple
 from unittest.mock import patch
 
 import gymnasium as gym
-import numpy as np
 import torch
-from tensordict import TensorDict
-from torch.distributions.normal import Normal
 
 import leanrl.dqn_torchcompile as dqn
-import leanrl.ppo_atari_envpool as atari_reference
 import leanrl.ppo_atari_envpool_torchcompile as atari
 import leanrl.ppo_continuous_action as ppo_reference
 import leanrl.ppo_continuous_action_torchcompile as ppo
-import leanrl.sac_continuous_action as sac_reference
-import leanrl.sac_continuous_action_torchcompile as sac
-import leanrl.td3_continuous_action as td3_reference
-import leanrl.td3_continuous_action_torchcompile as td3
 from leanrl.support import devices, executables
+from leanrl.support.cli import run_script
 from leanrl.support.envs import env_seeds, make_env
 from leanrl.support.layers import TwinLinear
 from leanrl.support.normalization import RewardNormalizer, RunningMoments
-from leanrl.support.replay import Batch, Replay
-from leanrl.tools.ablation import FUSED, Row, Side, WholeRun, compiled, in_pieces, made
 
 CORES = devices.available_cores()
-# Environment steps of a burst: of TD3, SAC and DQN, each with an update; and of eager code.
-NUM_UPDATES, NUM_STEPS = 20, 500
 
 
-# ---------------------------------------------------------------------------------------------------------------- PPO
+class Row(NamedTuple):
+    """A line of the table: two runs of a script, which differ in the trick."""
+
+    group: str
+    name: str
+    """for --rows; several lines may share it"""
+    trick: str
+    script: str
+    flags: str
+    """of both runs"""
+    with_flags: str = ""
+    without_flags: str = ""
+    changes: tuple[AbstractContextManager, ...] = ()
+    """in force in the run without: patches of unittest.mock's"""
+    is_start: bool = False
+    """the seconds of the warm-up count, from an empty cache of TorchInductor, not the speed"""
+
+    def command(self, side: str) -> list[str]:
+        """Of the run with the trick or ``without``."""
+        program = [sys.executable, "-m", "leanrl.tools.ablate_rows", f"{ROWS.index(self)}", side]
+        own = self.with_flags if side == "with" else self.without_flags
+        return [*program, "--device=cpu", "--checkpoint-every=None", *self.flags.split(), *own.split()]
 
 
-def epoch(script: ModuleType, compiler: Callable = lambda update: update, **flags) -> Side:
-    """An epoch of updates, on a rollout whose numbers are as likely as those of the first policy."""
-    parts = made(script, **flags)
-    rollout = parts.rollout
-    for column in rollout:
-        column.copy_(torch.randn(column.shape) if column.is_floating_point() else torch.randint(4, column.shape))
-    rollout.weights.fill_(1.0)
-    rollout.logprobs.fill_(-8.5 if rollout.actions.is_floating_point() else -math.log(4))
-    update, inds = compiler(parts.update), torch.randperm(parts.batch_size)
-    calls = [partial(update, mb_inds) for mb_inds in inds.split(parts.batch_size // parts.args.num_minibatches)]
-    return Side(calls, parts.batch_size / parts.args.update_epochs, parts)
+# ------------------------------------------------------------------------------------------------- WITHOUT THE TRICKS
 
 
-def rollout(noise_by_step: bool = False, then: Callable | None = None) -> Side:
-    """The policy steps of PPO's rollout, and ``then(agent, rollout)``."""
-    parts = made(ppo)
-    torch.set_num_threads(1)
-    raw_obs = 1 + 3 * torch.randn(parts.args.num_steps, 1, parts.obs_dim, dtype=torch.float64)
-    calls = [parts.row.zero_, (parts.noise[-1] if noise_by_step else parts.noise).normal_]
-    for obs, noise in zip(raw_obs, parts.noise, strict=False):
-        calls += [*([noise.normal_] if noise_by_step else []), partial(parts.policy_step, obs)]
-    calls += [partial(then, parts.agent, parts.rollout)] if then else []
-    return Side(calls, len(raw_obs), parts, len(raw_obs))
+def with_guards(fn, device: torch.device, cpp_wrapper: bool = True, **options):
+    """As CompiledStep compiles, but called by way of ``torch.compile``, which checks guards."""
+    options = executables.compile_options(device, cpp_wrapper, **options)
+    return torch.compile(fn, fullgraph=True, dynamic=False, options=options)
 
 
-def make_valuing(*args, make_acting: Callable = ppo.make_acting) -> tuple[Callable, ...]:
-    """As ``make_acting``, but a policy step computes values and log-probabilities too."""
-    agent, _, rollout, noise, row, *_ = args
-    observe, act, _ = make_acting(*args)
-
-    @torch.no_grad()
-    def policy_step(raw_obs: torch.Tensor) -> torch.Tensor:
-        observe(raw_obs)
-        rollout.values[row] = ppo.mlp_as_sums(agent.critic, rollout.obs[row][0])
-        rollout.logprobs[row] = (Normal(0.0, 1.0, False).log_prob(noise[row]) - agent.actor_logstd).sum(-1)
-        return act()
-
-    return observe, act, policy_step
+def sync_envs(env_id: str, num_envs: int, seed: int, *_, **__) -> gym.vector.VectorEnv:
+    next_step = gym.vector.AutoresetMode.NEXT_STEP
+    envs = gym.vector.SyncVectorEnv([lambda: make_env(env_id)] * num_envs, autoreset_mode=next_step)
+    envs.reset = partial(envs.reset, seed=env_seeds(seed, num_envs))
+    return envs
 
 
-@torch.no_grad()
-def value(agent: ppo.Agent, rollout: ppo.Rollout) -> None:
-    """What a step of ``make_valuing`` adds, for all steps at once: the beginning of ``finish_rollout``."""
-    rollout.logprobs[:-1] = agent.get_policy(rollout.obs[:-1]).log_prob(rollout.actions[:-1]).sum(-1)
-    rollout.values[:-1] = agent.get_value(rollout.obs[:-1])
-
-
-def playing(wrap: Callable = lambda envs: envs) -> Side:
-    """PPO's environment and policy in turn for a rollout, to its normalised rewards. What is played is random."""
-    parts = made(ppo)
-    torch.set_num_threads(1)
-    envs, num_steps = wrap(parts.envs), parts.args.num_steps
-    parts.obs_moments.update(torch.from_numpy(envs.reset(seed=env_seeds(1, 1))[0]))
-    actions = np.random.default_rng(1).uniform(-1, 1, (num_steps, 1, parts.action_dim)).astype(np.float32)
-    rewards, terminations, weights = np.ones((3, num_steps, 1), np.float32)
-
-    def step(t: int) -> torch.Tensor:
-        obs, rewards[t], terminations[t], *_ = envs.step(actions[t])
-        return parts.policy_step(torch.from_numpy(obs))
-
-    finish = partial(parts.normalize_rewards, *map(torch.from_numpy, (rewards, terminations, weights)))
-    return Side([parts.row.zero_, *(partial(step, t) for t in range(num_steps)), finish], num_steps, parts, num_steps)
-
-
-def sync_envs(env_id: str, *_, **__) -> gym.vector.VectorEnv:
-    return gym.vector.SyncVectorEnv([lambda: make_env(env_id)], autoreset_mode=gym.vector.AutoresetMode.NEXT_STEP)
-
-
-def advantages(script: ModuleType) -> Side:
-    """Those of a rollout."""
-    args = script.Args()
-    numbers = torch.rand(3, args.num_steps + 1, args.num_envs, generator=torch.Generator().manual_seed(0))
-    values, rewards, dones = numbers[0], numbers[1, 1:], (numbers[2, 1:] > 0.99).float()
-    gae = partial(script.compute_gae, rewards, values, dones, dones, args.gamma, args.gae_lambda)
-    return Side([gae], dones.numel())
+def wrapped_envs(*args, make_envs=ppo.make_envs, **kwargs) -> gym.vector.VectorEnv:
+    """Environments that Gymnasium's wrappers normalise, as the reference's."""
+    return ppo_reference.wrap_envs(make_envs(*args, **kwargs), gamma=ppo.Args.gamma)
 
 
 def gae_by_loop(rewards, values, terminations, dones, gamma, gae_lambda) -> torch.Tensor:
@@ -129,329 +81,108 @@ def gae_by_loop(rewards, values, terminations, dones, gamma, gae_lambda) -> torc
     return advantages
 
 
-def with_guards(fn: Callable, device: torch.device, cpp_wrapper: bool, **_) -> Callable:
-    """As CompiledStep compiles, but called by way of ``torch.compile``, which checks guards."""
-    return torch.compile(fn, fullgraph=True, dynamic=False, options=executables.compile_options(device, cpp_wrapper))
-
-
-def starting(change: str = "", cold: bool = True) -> WholeRun:
-    """A run of PPO that is timed until it has compiled, by default with an empty cache."""
-    return WholeRun("ppo_continuous_action_torchcompile", 0, "--total-timesteps 2048", change, cold)
-
-
-def starting_warm() -> WholeRun:
-    starting(cold=False).sample()
-    return starting(cold=False)
-
-
-def training(name: str, trick: str, flags: str = "", change: str = "") -> Iterator[Row]:
-    """Rows of whole runs on Atari: with ``flags``, and without them but with ``change``."""
-    run = partial(WholeRun, "ppo_atari_envpool_torchcompile", 4096)
-    for amp in ("none", "bf16"):
-        common = f"--total-timesteps 4096 --amp {amp}"
-        with_, without = partial(run, f"{common} {flags}"), partial(run, common, change)
-        yield Row(name, f"{trick}: training, {amp.replace('none', 'float32')}", with_, without)
-
-
-# ---------------------------------------------------------------------------------------------------- TD3, SAC AND DQN
-
-
-def filled(script: ModuleType, buffer_size: int = 100_000, **flags) -> SimpleNamespace:
-    """What a script's ``main`` makes, with a full replay: the same transitions every time, none of them terminal."""
-    parts = made(script, buffer_size=buffer_size, **flags)
-    rows = torch.randn(buffer_size, parts.replay.rows.shape[1], generator=torch.Generator().manual_seed(0))
-    rows[:, 2 * parts.obs_dim : -2].clamp_(0.0, 1.0).round_()  # DQN's actions are numbers
-    rows[:, -1] = 0.0
-    parts.replay.load_state_dict({"rows": rows, "cursor": torch.zeros(1, dtype=torch.int64)})
-    return parts
-
-
-def updates(script: ModuleType, compiler: Callable = lambda update: update, **flags) -> Side:
-    """Those of TD3 or SAC, in turn without and with one of the actor."""
-    parts = filled(script, **flags)
-    update = partial(parts.update, with_targets=True) if "log_alpha" in vars(parts) else parts.update
-    return Side([compiler(partial(update, flag)) for flag in (False, True)] * (NUM_UPDATES // 2), NUM_UPDATES, parts)
-
-
 def two_products(self: TwinLinear, x: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.addmm(self.bias[i], x[i], self.weight[i]) for i in range(len(x))])
 
 
-def advancing() -> Side:
-    """All that happens in TD3 between two steps of the environment."""
-    parts = filled(td3)
-    timesteps = torch.randn(NUM_UPDATES, 1, parts.obs_dim + 3)
-    timesteps[:, :, -2:] = 0.0  # neither termination nor end
-    return Side([partial(parts.advance, x, ((i % 2 == 1,),)) for i, x in enumerate(timesteps)], NUM_UPDATES, parts)
+def options(**changes) -> tuple[AbstractContextManager]:
+    """TorchInductor's options with ``changes``."""
+    return (patch.dict(executables.CPU_OPTIONS, changes),)
 
-
-def decaying(flush: bool = True) -> Side:
-    """Updates of SAC where Adam's averages have become denormal: those behind relus that are dead.
-
-    On one thread, since each has a setting of its own, taken over from the one that started it.
-    """
-    side = updates(sac, exactly, num_threads=1)
-    torch.set_flush_denormal(False)
-    for network, adam in ((side.parts.actor, side.parts.actor_optimizer), (side.parts.critics, side.parts.q_optimizer)):
-        for layer in (network.fc1, network.fc2):
-            layer.bias.detach()[..., :26] = -1e3
-        torch._foreach_add_([adam.exp_avg, adam.exp_avg_sq], 1e-40)
-    torch.set_flush_denormal(True)
-    side.calls = [partial(torch.set_flush_denormal, flush), *side.calls, partial(torch.set_flush_denormal, True)]
-    return side
-
-
-class ReplayOfColumns(Replay):
-    """A tensor for each part of a transition, not one matrix; for sampling."""
-
-    def load_state_dict(self, state: dict) -> None:
-        super().load_state_dict(state)
-        self.columns = [x.contiguous() for x in super().take(torch.arange(self.capacity))]
-
-    def take(self, inds: torch.Tensor) -> Batch:
-        return Batch(*(column.index_select(0, inds) for column in self.columns))
-
-
-def sampling() -> Side:
-    """Batches of TD3's, out of a million transitions: few are in a cache."""
-    parts = filled(td3, 1_000_000)
-    return Side([partial(parts.replay.sample, parts.args.batch_size)] * 100, 100, parts)
-
-
-def learning(at_once: bool = True) -> Side:
-    """DQN's ten environment steps and the update that then is due; transitions are written at once, or one by one."""
-    parts = filled(dqn, dqn.Args.buffer_size, updates_per_step=0.1 if at_once else 1.0)
-    staging, write = parts.staging, compiled(lambda rows: parts.replay.add(*parts.staging.split(rows)))
-    calls = []
-    for obs, next_obs in pairwise(torch.randn(11, 1, parts.obs_dim).numpy()):
-        add = partial(staging.add, obs, next_obs, 1, 1.0, 0.0, 0.0)
-        calls += [add] if at_once else [add, lambda: write(staging.take())]
-    calls += [lambda: parts.learn(staging.take())] if at_once else [parts.update]
-    return Side(calls * NUM_UPDATES, 10 * NUM_UPDATES, parts, NUM_UPDATES)
-
-
-def choosing() -> Side:
-    """DQN's greedy actions."""
-    parts = made(dqn)
-    return Side([partial(parts.best, obs) for obs in torch.randn(100, 1, parts.obs_dim).numpy()], 100, parts)
-
-
-# --------------------------------------------------------------------------------------------------------- EAGER CODE
-
-
-def numbers(width: int) -> torch.Tensor:
-    return torch.randn(NUM_STEPS, 1, width, generator=torch.Generator().manual_seed(0))
-
-
-def each_step(call: Callable, *inputs) -> Side:
-    """``call`` at each of NUM_STEPS environment steps, with its item of each of ``inputs``."""
-    return Side([partial(call, *items) for items in zip(*inputs, strict=True)], NUM_STEPS)
-
-
-def reading() -> Side:
-    """Updates of TD3 after which the losses are read. Without a device to wait for, what is left is a call."""
-    side = updates(td3_reference)
-    side.calls = [call for update in side.calls for call in (update, *(loss.tolist for loss in side.parts.losses))]
-    return side
-
-
-def moving(move: Callable) -> Side:
-    """The targets of TD3's critics go to the trained ones, every second step."""
-    parts = made(td3_reference)
-    targets, trained = ([p.detach() for p in net.parameters()] for net in (parts.critics_target, parts.critics))
-    torch._foreach_zero_(targets)
-    return Side([partial(move, targets, trained, parts.args.tau)] * (NUM_STEPS // 2), NUM_STEPS, parts)
-
-
-def by_hand(targets: list[torch.Tensor], trained: list[torch.Tensor], tau: float) -> None:
-    for old, new in zip(targets, trained, strict=True):
-        old.copy_(tau * new + (1 - tau) * old)
-
-
-def by_lerp(targets: list[torch.Tensor], trained: list[torch.Tensor], tau: float) -> None:
-    for old, new in zip(targets, trained, strict=True):
-        old.lerp_(new, tau)
-
-
-def storing(store: Callable) -> Side:
-    """A rollout: observation, action, log-probability, reward, done and value of each step."""
-    columns = [numbers(width) for width in (17, 6, 1, 1, 1, 1)]
-    return Side([partial(store, columns, [torch.zeros_like(x) for x in columns])], NUM_STEPS, count=NUM_STEPS)
-
-
-def in_tensors(columns: list[torch.Tensor], storage: list[torch.Tensor]) -> list[torch.Tensor]:
-    for t in range(NUM_STEPS):
-        for x, stored in zip(columns, storage, strict=True):
-            stored[t] = x[t]
-    return storage
-
-
-def in_tensordicts(columns: list[torch.Tensor], _) -> list[torch.Tensor]:
-    steps = [TensorDict({f"{i}": x[t] for i, x in enumerate(columns)}, (1,)) for t in range(NUM_STEPS)]
-    return list(torch.stack(steps).values())
-
-
-def in_lists(columns: list[torch.Tensor], _) -> list[torch.Tensor]:
-    steps = [[x[t] for x in columns] for t in range(NUM_STEPS)]
-    return [torch.stack(column) for column in zip(*steps, strict=True)]
-
-
-def acting(context: Callable) -> Side:
-    """PPO's policy for one observation."""
-    return each_step(context()(made(ppo_reference).agent.actor_mean), numbers(17))
-
-
-def density(log_prob: Callable) -> Side:
-    """The log-probability of PPO's actions."""
-    return each_step(partial(log_prob, torch.full((1, 6), -0.5)), numbers(6), numbers(6))
-
-
-def by_class(logstd: torch.Tensor, mean: torch.Tensor, noise: torch.Tensor, validate: bool = False) -> torch.Tensor:
-    return Normal(mean, logstd.exp(), validate).log_prob(mean + logstd.exp() * noise).sum(1)
-
-
-def written_out(logstd: torch.Tensor, mean: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    return (-0.5 * noise**2 - logstd - 0.5 * math.log(2 * math.pi)).sum(1)
-
-
-# --------------------------------------------------------------------------------------------------------------- ROWS
-
-NO_SUMS, DQN_NO_SUMS = (patch.object(x, "mlp_as_sums", lambda network, x: network(x)) for x in (ppo, dqn))
-LOOP, ATARI_LOOP = (patch.object(script, "compute_gae", gae_by_loop) for script in (ppo, atari))
-# Executed in a new process, before the run.
-ON_CORES = f"import torch; torch.set_num_threads({CORES}); torch.set_num_threads = lambda _: None"
-
-epoch_1, epoch_64 = partial(epoch, ppo), partial(epoch, ppo, num_envs=64)
-epoch_eager, epoch_pieces = partial(epoch, ppo_reference), partial(epoch, ppo_reference, in_pieces)
-wrapped = partial(playing, partial(ppo_reference.wrap_envs, gamma=ppo.Args.gamma))
-gae, atari_gae = partial(advantages, ppo), partial(advantages, atari)
-flags_64 = "--num-envs 64 --env-backend envpool --num-steps 128 --num-minibatches 2 --total-timesteps 32768"
-run_64 = partial(WholeRun, "ppo_continuous_action_torchcompile", 32_768, flags_64)
 
 GUARDS = patch.object(executables, "CompiledStep", with_guards), patch("torch._dynamo.config.trace_autograd_ops", True)
-WRAPPED, UNWRAPPED = (patch.dict(executables.CPU_OPTIONS, cpp_wrapper=value) for value in (True, False))
-SIZE_ASSERTS = patch.dict(executables.CPU_OPTIONS, size_asserts=True)
-SLEEF = patch.dict(executables.CPU_OPTIONS, {"cpp.use_decompose_tanh": False})
-SYNC, BY_STEP = patch.object(ppo, "make_envs", sync_envs), patch.object(ppo, "make_acting", make_valuing)
-NORMALIZED = (
+SLEEF = options(**{"cpp.use_decompose_tanh": False})
+NO_SUMS, DQN_NO_SUMS = ((patch.object(x, "mlp_as_sums", lambda network, x: network(x)),) for x in (ppo, dqn))
+LOOP, ATARI_LOOP = ((patch.object(script, "compute_gae", gae_by_loop),) for script in (ppo, atari))
+SYNC = (patch.object(ppo, "make_envs", sync_envs),)
+WRAPPERS = (
+    patch.object(ppo, "make_envs", wrapped_envs),
+    patch.object(ppo, "require_continuous_actions", lambda *_: None),  # the wrappers clip what has no bounds
     patch.object(RunningMoments, "update", lambda self, batch: None),
     patch.object(RunningMoments, "normalize", lambda self, x: x.float()),
     patch.object(RewardNormalizer, "__call__", lambda self, rewards, *_: rewards),
 )
+ALL_CORES = (patch.object(torch, "set_num_threads", lambda number: None),)
+TWO_PRODUCTS = (patch.object(TwinLinear, "forward", two_products),)
+MKL = (patch.object(devices, "use_onednn_products", lambda: None),)
+GIVEN_BACK = (patch.object(atari, "keep_freed_memory", lambda: None),)
 
-PPO = [
-    Row("update", "update compiled as one graph", epoch_1, epoch_eager),
-    Row("update", "one graph, not .backward() and Adam(fused)", epoch_1, epoch_pieces, FUSED),
-    Row("direct_call", "graph called directly: policy step", rollout, rollout, *GUARDS),
-    Row("direct_call", "graph called directly: update", epoch_1, epoch_1, *GUARDS),
-    Row("cpp_wrapper", "Python's wrapper, not C++'s: policy step", rollout, rollout, WRAPPED),
-    Row("cpp_wrapper", "cpp_wrapper: update", epoch_1, epoch_1, UNWRAPPED),
-    Row("size_asserts", "no checks of the inputs' sizes: update", epoch_1, epoch_1, SIZE_ASSERTS),
-    Row("tanh", "decomposed tanh: update", epoch_1, epoch_1, SLEEF),
-    Row("tanh", "decomposed tanh: update, 64 environments", epoch_64, epoch_64, SLEEF),
-    Row("sums", "policy as sums", rollout, rollout, NO_SUMS),
-    Row("deferred", "values and log-probabilities in one batch", partial(rollout, then=value), rollout, BY_STEP),
-    Row("environment", "SerialVectorEnv, not SyncVectorEnv", playing, playing, SYNC),
-    Row("normalization", "normalisation in the compiled step, not in wrappers", playing, wrapped, *NORMALIZED),
-    Row("gae", "GAE by a scan", gae, gae, LOOP),
-    Row("threads", f"1 thread, not {CORES}: update", epoch_1, partial(epoch_1, num_threads=CORES)),
-    Row("threads", f"{CORES} threads, not 1: update, 64 environments", epoch_64, partial(epoch_64, num_threads=1)),
-    Row("acting_thread", f"64 environments: acting on 1 thread, not {CORES}", run_64, partial(run_64, ON_CORES)),
-    Row("noise", "noise drawn once per rollout", rollout, partial(rollout, noise_by_step=True), tolerance=math.inf),
+
+def without_option(name: str) -> tuple[AbstractContextManager]:
+    kept = {key: value for key, value in executables.CPU_OPTIONS.items() if key != name}
+    return (patch.dict(executables.CPU_OPTIONS, kept, clear=True),)
+
+
+# --------------------------------------------------------------------------------------------------------------- ROWS
+
+PPO = "ppo", "ppo_continuous_action_torchcompile", "--total-timesteps=40960"
+PPO_64 = *PPO[:2], "--num-envs=64 --env-backend=envpool --num-steps=128 --num-minibatches=2 --total-timesteps=65536"
+STARTUP = "startup", PPO[1], "--total-timesteps=2048"
+TD3 = "td3", "td3_continuous_action_torchcompile", "--learning-starts=1000 --total-timesteps=4000"
+SAC = "sac", "sac_continuous_action_torchcompile", "--learning-starts=1000 --total-timesteps=4000"
+DQN = "dqn", "dqn_torchcompile", "--total-timesteps=60000"
+ATARI = "atari", "ppo_atari_envpool_torchcompile", "--total-timesteps=8192"
+
+BF16 = "--amp=bf16"
+
+
+def row(of: tuple[str, str, str], name: str, trick: str, *changes, both="--compile", **flags) -> Row:
+    group, script, common_flags = of
+    return Row(group, name, trick, script, f"{common_flags} {both}", changes=changes, **flags)
+
+
+ROWS = [
+    row(PPO, "update", "compiled, not eager", both="", with_flags="--compile"),
+    row(PPO, "direct_call", "graphs called directly", *GUARDS),
+    row(PPO, "cpp_wrapper", "Python's wrapper of the policy step, not C++'s", *options(cpp_wrapper=True)),
+    row(PPO, "cpp_wrapper", "C++'s wrapper of the update, not Python's", *options(cpp_wrapper=False)),
+    row(PPO, "size_asserts", "no checks of the inputs' sizes", *options(size_asserts=True)),
+    row(PPO, "tanh", "decomposed tanh", *SLEEF),
+    row(PPO_64, "tanh", "decomposed tanh, 64 environments", *SLEEF),
+    row(PPO, "sums", "policy as sums", *NO_SUMS),
+    row(PPO, "environment", "SerialVectorEnv, not SyncVectorEnv", *SYNC),
+    row(PPO, "normalization", "normalisation in the compiled step, not in wrappers", *WRAPPERS),
+    row(PPO, "gae", "GAE by a scan", *LOOP),
+    row(PPO, "threads", f"1 thread, not {CORES}", without_flags=f"--num-threads={CORES}"),
+    row(PPO_64, "threads", f"{CORES} threads, not 1, 64 environments", without_flags="--num-threads=1"),
+    row(PPO_64, "acting_thread", f"acting on 1 thread, not {CORES}, 64 environments", *ALL_CORES),
+    *(
+        row(STARTUP, "startup", f"{name} {value}, cold cache", *without_option(name), is_start=True)
+        for name, value in executables.CPU_OPTIONS.items()
+        if "tanh" not in name
+    ),
+    row(STARTUP, "startup", "C++'s wrapper of the update, cold cache", *options(cpp_wrapper=False), is_start=True),
+    row(TD3, "td3_update", "compiled, not eager", both="", with_flags="--compile"),
+    row(TD3, "td3_twins", "twin critics in one product, not two", *TWO_PRODUCTS),
+    row(TD3, "td3_threads", f"{CORES} threads, not 1: float32", without_flags="--num-threads=1"),
+    row(TD3, "td3_threads", f"{CORES} threads, not 1: bf16", both=f"--compile {BF16}", without_flags="--num-threads=1"),
+    row(TD3, "td3_bf16", "--amp bf16, not float32", with_flags=BF16),
+    row(TD3, "td3_onednn", "oneDNN's float32 products, not MKL's", *MKL),
+    row(SAC, "sac_update", "compiled, not eager", both="", with_flags="--compile"),
+    row(SAC, "sac_update", "compiled, not eager, both with --amp bf16", both=BF16, with_flags="--compile"),
+    row(DQN, "dqn_update", "compiled, not eager", both="", with_flags="--compile"),
+    row(DQN, "dqn_sums", "greedy action as sums", *DQN_NO_SUMS),
+    row(ATARI, "atari_update", "compiled, not eager", both="", with_flags="--compile"),
+    row(ATARI, "atari_update", "compiled, not eager, both with --amp bf16", both=BF16, with_flags="--compile"),
+    row(ATARI, "atari_memory", "freed memory kept", *GIVEN_BACK),
+    row(ATARI, "atari_bf16", "--amp bf16, not float32", with_flags=BF16),
+    row(ATARI, "atari_gae", "GAE by a scan", *ATARI_LOOP),
+    row(ATARI, "atari_groups", "two groups of environments in turn", with_flags="--num-env-groups=2"),
+    row(ATARI, "atari_acting_thread", f"acting on 1 thread, not {CORES}", *ALL_CORES),
+    row(ATARI, "atari_threads", f"{CORES} threads, not 1", without_flags="--num-threads=1"),
 ]
 
-OPTIONS = "from leanrl.support.executables import CPU_OPTIONS as options; options"
-STARTS = {f"{name} {value}": f".pop({name!r})" for name, value in executables.CPU_OPTIONS.items() if "tanh" not in name}
-STARTS["cpp_wrapper: update"] = "['cpp_wrapper'] = False"
 
-STARTUP = [
-    Row("startup", f"{trick}, cold cache", starting, partial(starting, OPTIONS + change))
-    for trick, change in STARTS.items()
-]
-STARTUP += [Row("startup", "warm cache", starting_warm, starting)]
+def run(row: Row, side: str) -> None:
+    """The row's script, on this process's command line."""
+    script = importlib.import_module(f"leanrl.{row.script}")
+    with ExitStack() as stack:
+        for change in row.changes if side == "without" else ():
+            stack.enter_context(change)
+        run_script(script.main, script.Args, script.__file__)
 
-exactly = partial(compiled, **sac.EXACT_TANH)
-td3_, td3_bf16 = partial(updates, td3, compiled), partial(updates, td3, compiled, amp="bf16")
-td3_eager, td3_pieces = partial(updates, td3_reference), partial(updates, td3_reference, in_pieces)
-td3_million = partial(td3_, buffer_size=1_000_000)
-td3_run = partial(WholeRun, "td3_continuous_action_torchcompile", 2_000, "--learning-starts 999 --total-timesteps 2999")
-td3_unfrozen = partial(td3_run, "import gc; gc.freeze = lambda: None")
-sac_, sac_bf16 = partial(updates, sac, exactly), partial(updates, sac, exactly, amp="bf16")
-sac_eager, sac_eager_bf16 = partial(updates, sac_reference), partial(updates, sac_reference, amp="bf16")
 
-TWO_PRODUCTS = patch.object(TwinLinear, "forward", two_products)
-MKL = patch.object(devices, "use_onednn_products", lambda: None)
-# Two updates and more are taken in parts.
-PARTS = patch.object(td3, "len", lambda turns: max(2, len(turns)), create=True)
-OWN_RANDOM = patch.dict(executables.CPU_OPTIONS, fallback_random=False)
-COLUMNS = patch.object(td3, "Replay", ReplayOfColumns)
-
-TD3 = [
-    Row("td3_update", "update compiled, not eager", td3_, td3_eager),
-    Row("td3_one_graph", "one graph, not .backward() and Adam(fused)", td3_, td3_pieces, FUSED),
-    Row("td3_twins", "twin critics in one product, not two", td3_, td3_, TWO_PRODUCTS),
-    Row("td3_one_executable", "observe, update and act as one executable, not three", advancing, advancing, PARTS),
-    Row("td3_threads", f"{CORES} threads, not 1: float32", td3_, partial(td3_, num_threads=1)),
-    Row("td3_threads", f"{CORES} threads, not 1: bf16", td3_bf16, partial(td3_bf16, num_threads=1)),
-    Row("td3_bf16", "--amp bf16, not float32", td3_bf16, td3_),
-    Row("td3_onednn", "oneDNN's float32 products, not MKL's", td3_, td3_, MKL),
-    Row("td3_random", "PyTorch's random numbers, not TorchInductor's", td3_, td3_, OWN_RANDOM, tolerance=math.inf),
-    Row("td3_freeze", "what the set-up made hidden from the garbage collector", td3_run, td3_unfrozen),
-]
-
-REPLAY = [
-    Row("replay_rows", "a transition is one row, not in five tensors: sampling, eager", sampling, sampling, COLUMNS),
-    Row("replay_rows", "a transition is one row, not in five tensors: TD3's update", td3_million, td3_million, COLUMNS),
-]
-
-SAC = [
-    Row("sac_update", "update compiled, not eager", sac_, sac_eager),
-    Row("sac_update", "update compiled, not eager, both with --amp bf16", sac_bf16, sac_eager_bf16),
-    Row("sac_denormals", "denormal numbers count as 0, a tenth of the units dead", decaying, partial(decaying, False)),
-]
-
-DQN = [
-    Row("dqn_staging", "transitions written ten at a time, with the update", learning, partial(learning, False)),
-    Row("dqn_sums", "greedy action as sums", choosing, choosing, DQN_NO_SUMS),
-]
-
-atari_, atari_bf16 = partial(epoch, atari, compiled), partial(epoch, atari, compiled, amp="bf16")
-atari_eager, atari_eager_bf16 = partial(epoch, atari_reference), partial(epoch, atari_reference, amp="bf16")
-atari_pieces, atari_thread = partial(atari_eager, in_pieces), partial(atari_, num_threads=1)
-
-# A relu that is open on one side and closed on the other, for rounding, shows in what Adam makes of it.
-ATARI = [
-    Row("atari_update", "the update compiled, not the reference's", atari_, atari_eager, tolerance=1e-2),
-    Row("atari_one_graph", "one graph, not .backward() and Adam(fused)", atari_, atari_pieces, FUSED, tolerance=1e-2),
-    *training("atari_memory", "freed memory kept", change="script.keep_freed_memory = lambda: None"),
-    Row("atari_bf16", "--amp bf16, not float32: update", atari_bf16, atari_),
-    Row("atari_bf16", "--amp bf16: the update compiled, not the reference's", atari_bf16, atari_eager_bf16),
-    Row("atari_gae", "GAE by a scan", atari_gae, atari_gae, ATARI_LOOP),
-    *training("atari_groups", "two groups of environments in turn", flags="--num-env-groups 2"),
-    *training("atari_acting_thread", f"acting on 1 thread, not {CORES}", change=ON_CORES),
-    Row("atari_update_threads", f"update on {CORES} threads, not 1", atari_, atari_thread, tolerance=1e-2),
-]
-
-KEPT = patch.object(torch.optim.Adam, "zero_grad", partialmethod(torch.optim.Adam.zero_grad, set_to_none=False))
-lerp, hand, foreach = (partial(moving, move) for move in (by_lerp, by_hand, torch._foreach_lerp_))
-array = partial(each_step, partial(torch.as_tensor, dtype=torch.float32), numbers(17).double().numpy())
-listed = partial(each_step, lambda obs: torch.tensor(obs.tolist()), numbers(17).double().numpy())
-tensors, tensordicts, lists = (partial(storing, store) for store in (in_tensors, in_tensordicts, in_lists))
-grad, no_grad, inference = (partial(acting, how) for how in (torch.enable_grad, torch.no_grad, torch.inference_mode))
-unchecked, checked = partial(density, by_class), partial(density, partial(by_class, validate=True))
-written = partial(density, written_out)
-
-EAGER = [
-    Row("eager_fused", "Adam(fused=True): TD3", FUSED(td3_eager), td3_eager),
-    Row("eager_item", "no .item() of the losses at each update: TD3", td3_eager, reading),
-    Row("eager_polyak", "lerp_, not tau * p + (1 - tau) * t: moving the critics' targets", lerp, hand),
-    Row("eager_polyak", "_foreach_lerp_, not lerp_ one by one: moving the critics' targets", foreach, lerp),
-    Row("eager_zero_grad", "zero_grad(set_to_none=True): TD3", td3_eager, td3_eager, KEPT),
-    Row("eager_observation", "torch.as_tensor(array), not torch.tensor(list): an observation", array, listed),
-    Row("eager_rollout", "tensors made before, not a TensorDict a step: a rollout", tensors, tensordicts),
-    Row("eager_rollout", "tensors made before, not stacked lists: a rollout", tensors, lists),
-    Row("eager_acting", "no_grad: acting", no_grad, grad),
-    Row("eager_acting", "inference_mode, not no_grad: acting", inference, no_grad),
-    Row("eager_distribution", "validate_args=False: a Normal's log-probability", unchecked, checked),
-    Row("eager_distribution", "log-probability written out, not a Normal(validate_args=False)'s", written, unchecked),
-]
+if __name__ == "__main__":
+    number, side = sys.argv[1:3]
+    del sys.argv[1:3]
+    run(ROWS[int(number)], side)

@@ -1,7 +1,6 @@
-"""What the tools share: the entry point, tables, the bar chart, the record of a benchmark."""
+"""What the tools share: the entry point, where results go and what is recorded of them, tables, pictures."""
 
 import importlib.metadata
-import itertools
 import os
 import shlex
 import signal
@@ -9,6 +8,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -47,14 +47,19 @@ def run_tool(main: Callable[[Args], int | None], args_type: type[Args]) -> None:
         raise SystemExit(130) from None
 
 
-def fresh_folder(runs_dir: str, tool: str) -> Path:
-    """A new folder's name for one call of a tool: ``RUNS_DIR/TOOL/TIME``."""
-    return Path(runs_dir) / tool / time.strftime("%Y%m%d-%H%M%S")
+@dataclass(kw_only=True)
+class OutArgs:
+    """Where a tool leaves its results."""
+
+    out: str | None = None
+    """folder for the results and, if there are any, the run directories; by default RUNS_DIR/TOOL/TIME"""
+    runs_dir: str = "runs"
+    """folder of the default --out"""
 
 
-def results_folder(args, tool: str) -> Path:
+def results_folder(args: OutArgs, tool: str) -> Path:
     """``--out``, or a fresh folder; made before anything is measured, which would be lost if it could not be."""
-    out = Path(args.out) if args.out else fresh_folder(args.runs_dir, tool)
+    out = Path(args.out or Path(args.runs_dir, tool, time.strftime("%Y%m%d-%H%M%S")))
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -82,13 +87,13 @@ def describe_machine(machine: dict) -> str:
     return f"{machine['device_name']}, {machine['cpu_cores']} cores, torch {machine['versions']['torch']}"
 
 
-def write_results(out: Path, tool: str, record: dict, text: str, figure) -> None:
-    """Writes ``TOOL.json``, ``table.md`` and ``TOOL.png`` into ``out``, and prints the table and where they are."""
-    out.mkdir(parents=True, exist_ok=True)
+def write_results(out: Path, tool: str, record: dict, text: str, figure=None) -> None:
+    """Writes ``TOOL.json``, ``table.md`` and, of a figure, ``TOOL.png`` into ``out``; prints the table."""
     write_json_atomically(out / f"{tool}.json", record)
     (out / "table.md").write_text(text + "\n")
-    figure.savefig(out / f"{tool}.png")
-    print(f"\n{text}\n\nJSON:    {out / f'{tool}.json'}\npicture: {out / f'{tool}.png'}")
+    if figure is not None:
+        figure.savefig(out / f"{tool}.png")
+    print(f"\n{text}\n\nin {out}: {tool}.json, table.md{f', {tool}.png' if figure is not None else ''}")
 
 
 def plural(noun: str, items: Sequence) -> str:
@@ -140,36 +145,6 @@ def new_figure(width: float, height: float):
     from matplotlib.figure import Figure  # 0.5 s that --help need not wait for
 
     return Figure(figsize=(width, height), layout="constrained", dpi=120)
-
-
-def draw_bars(
-    axes,
-    labels: Sequence[str],
-    lengths: Sequence[float | None],
-    points: Sequence[list[float]],
-    notes: Sequence[str],
-    title: str,
-) -> None:
-    """Horizontal bars, the first on top, with a dot for each of the row's ``points`` where it has several.
-
-    The label stands above its bar and the note at its end, so that nothing overlaps however long they are, and the
-    bars serve as the legend of the figure. A row of length None is marked as failed.
-    """
-    longest = max(itertools.chain(*points), default=1.0)
-    rows = zip(labels, lengths, points, notes, itertools.cycle(COLORS))
-    for i, (label, length, dots, note, color) in enumerate(rows):
-        axes.text(0.005 * longest, i - 0.27, label, va="bottom", fontsize=10)
-        axes.barh(i, length or 0.0, height=0.42, color=color)
-        if len(dots) > 1:
-            axes.plot(dots, [i] * len(dots), "o", color="black", markersize=3.5, alpha=0.6)
-        end = max(dots, default=0.0) + 0.02 * longest
-        axes.text(end, i, "failed" if length is None else note, va="center", fontsize=10, fontweight="bold")
-    # Room for the notes, which begin where the bars end.
-    axes.set_xlim(0, 1.65 * longest)
-    axes.set_ylim(len(labels) - 0.55, -0.75)
-    axes.set_yticks([])
-    axes.set_title(title, loc="left")
-    clean(axes)
 
 
 def clean(axes) -> None:

@@ -31,45 +31,26 @@ import tyro
 
 from leanrl.support.envs import near_names
 from leanrl.support.errors import bad
-from leanrl.tools.common import (
-    COLORS,
-    benchmark_record,
-    clean,
-    describe_machine,
-    draw_bars,
-    failure_note,
-    markdown_table,
-    mean_std,
-    median,
-    new_figure,
-    plural,
-    results_folder,
-    run_tool,
-    write_results,
-)
+from leanrl.tools import common
 from leanrl.tools.peers import PACKAGES, PEERS
 from leanrl.tools.trials import (
     RESERVED_FLAGS,
     Contender,
     Trial,
-    check_script_args,
+    check_flags,
     contenders_of,
-    exit_code,
-    last_episodes,
     peer_of,
     require_distinct,
     require_valid,
     run_trials,
+    running_mean,
     script_and_flags,
     target_device,
 )
 
-# The y-axis of a sweep becomes logarithmic where the fastest run is more than so many times as fast as the slowest.
-LINEAR_RANGE = 20
-
 
 @dataclass
-class Args:
+class Args(common.OutArgs):
     contenders: tuple[str, ...] = ("ppo_continuous_action", "ppo_continuous_action_torchcompile")
     """SCRIPT[:MODE] or PEER each; MODE is eager, compile, cudagraphs, compile+one-graph ..., by default all of this
     machine; PEER is sb3:PPO, sb3:PPO-Atari, sb3:SAC, sb3:TD3, sb3:DQN, the same of sbx (but for Atari), rl_games:PPO"""
@@ -81,10 +62,6 @@ class Args:
     """environment steps of a run"""
     max_seconds: float | None = 30.0
     """seconds of training (warm-up not counted) after which a run ends before its last step; None: never"""
-    runs_dir: str = "runs"
-    """folder of the default --out"""
-    out: str | None = None
-    """folder for the results and the run directories; by default RUNS_DIR/compare/TIME"""
     script_args: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="-- FLAGS")] = ()
     """flags for every contender"""
 
@@ -92,23 +69,23 @@ class Args:
 def main(args: Args) -> int:
     require_distinct(args, "contenders", "seeds")
     flag, values = swept(args.sweep)
-    reserved = ("--max-seconds", f"--{flag}")
-    check_script_args(args.script_args, reserved)
+    reserved = (*RESERVED_FLAGS, "--max-seconds", f"--{flag}")
+    check_flags(args.script_args, reserved)
     for entry in args.contenders:
-        check_script_args(entry.split()[1:], (*reserved, "--device"))
+        check_flags(entry.split()[1:], (*reserved, "--device"))
     device = target_device(args.script_args)
     flags = [f"--total-timesteps={args.total_timesteps}", f"--max-seconds={args.max_seconds}", *args.script_args]
     contenders = contenders_of(args.contenders, "contenders", device, flags)
     # Those at one value are neighbours in time.
     points = {value: [at_value(contender, flag, value) for contender in contenders] for value in values}
-    for contender in itertools.chain(*points.values()):
+    every = [*itertools.chain(*points.values())]
+    for contender in every:
         require_valid(contender)
-    out = results_folder(args, "compare")
-
-    trials = run_trials([*itertools.chain(*points.values())], args.seeds, out / "runs")
+    out = common.results_folder(args, "compare")
+    trials = run_trials(every, args.seeds, out / "runs")
     labels = {value: [contender.label for contender in group] for value, group in points.items()}
     write(out, make_record("compare", trials, labels, device, flag))
-    return exit_code(trials)
+    return 130 if len(trials) < len(every) * len(args.seeds) else int(any(trial.failure for trial in trials))
 
 
 # -------------------------------------------------------------------------------------------------------------- SWEEPS
@@ -126,10 +103,10 @@ def swept(sweep: Sequence[str]) -> tuple[str | None, list[str | None]]:
     if f"--{flag}" in (*RESERVED_FLAGS, "--max-seconds", "--device"):
         raise bad("sweep", sweep, f"--{flag} is set by this tool itself, see --help")
     try:
-        numbers = [float(value) for value in values]
+        numbers = {float(value) for value in values}
     except ValueError:
-        numbers = []
-    if not numbers or not all(0 < number < math.inf for number in numbers) or len(set(numbers)) < len(numbers):
+        numbers = set()
+    if not numbers or len(numbers) < len(values) or not all(0 < number < math.inf for number in numbers):
         raise bad("sweep", sweep, "must be a flag and numbers above 0, none twice")
     return flag, sorted(values, key=float)
 
@@ -167,14 +144,14 @@ def make_record(
     peers = filter(None, map(peer_of, itertools.chain(*labels.values())))
     packages = {package for peer in peers for package in PACKAGES[PEERS[peer].module]}
     rows = [{"value": value, **row} for value, group in labels.items() for row in summarize(trials, group)]
-    record = benchmark_record(tool, device, sorted(packages))
+    record = common.benchmark_record(tool, device, sorted(packages))
     return {**record, "sweep": sweep, "rows": rows, "runs": [asdict(trial) for trial in trials]}
 
 
 def write(out: Path, record: dict) -> None:
     """Leaves a record's JSON, table and picture in ``out``, and prints the table."""
     text = f"{title(record)}\n\n{render_table(record['rows'], record['sweep'])}"
-    write_results(out, "compare", record, text, draw(record))
+    common.write_results(out, "compare", record, text, draw(record))
 
 
 def summarize(trials: Sequence[Trial], labels: Sequence[str]) -> list[dict]:
@@ -205,7 +182,7 @@ def summarize(trials: Sequence[Trial], labels: Sequence[str]) -> list[dict]:
             "ratios": {name: ratios(label, baseline) for name, baseline in baselines.items()},
             "warmup_seconds": measured(label, "warmup_seconds"),
             "return_step": return_step,
-            "episodic_return": [mean for t in good[label] if (mean := return_at(t, return_step)) is not None],
+            "episodic_return": [float(mean) for t in good[label] for mean in points_until(t, return_step)[1][-1:]],
             "global_step": measured(label, "global_step"),
             "peak_memory_mb": [trial.peak_memory_mb for trial in good[label] if trial.peak_memory_mb],
             "failures": [trial.failure for trial in trials if trial.label == label and trial.failure],
@@ -214,14 +191,11 @@ def summarize(trials: Sequence[Trial], labels: Sequence[str]) -> list[dict]:
     ]
 
 
-def return_at(trial: Trial, step: int) -> float | None:
-    """The mean return of a run's last 100 training episodes, or of all so far, at ``step``; None before the first."""
-    return last_episodes(points_until(trial, step))
-
-
-def points_until(trial: Trial, step: float) -> list[dict]:
-    """The log points of a run up to ``step``."""
-    return [point for point in trial.metrics if point["global_step"] <= step]
+def points_until(trial: Trial, step: float) -> tuple[list[dict], np.ndarray]:
+    """The log points of a run up to ``step`` at which episodes had ended; at each the mean return of the last 100."""
+    points = [p for p in trial.metrics if p["global_step"] <= step and p.get("charts/episodic_return") is not None]
+    episodes = np.diff([point["charts/episodes"] for point in points], prepend=0)
+    return points, running_mean([point["charts/episodic_return"] for point in points], episodes)
 
 
 def render_table(rows: Sequence[dict], sweep: str | None = None) -> str:
@@ -229,33 +203,33 @@ def render_table(rows: Sequence[dict], sweep: str | None = None) -> str:
     if sweep:
         cells = [
             (
-                line + failure_note([*itertools.chain(*(row["failures"] for row in at.values()))]),
-                *(median(row["sps"]) for row in at.values()),
+                line + common.failure_note([*itertools.chain(*(row["failures"] for row in at.values()))]),
+                *(common.median(row["sps"]) for row in at.values()),
             )
             for line, at in lines_of(rows, sweep).items()
         ]
-        table = markdown_table((f"sps at --{sweep}", *dict.fromkeys(row["value"] for row in rows)), cells)
+        table = common.markdown_table((f"sps at --{sweep}", *dict.fromkeys(row["value"] for row in rows)), cells)
         return f"{table}\n\nsps: environment steps per second after warm-up, medians over rounds."
     several = any(len(row["sps"]) > 1 for row in rows)
 
-    def column(key: str, show: Callable = median, **how) -> list[str]:
+    def column(key: str, show: Callable = common.median, **how) -> list[str]:
         return [show(row[key], **how) for row in rows]
 
     columns = {
-        "program": [row["label"] + failure_note(row["failures"]) for row in rows],
+        "program": [row["label"] + common.failure_note(row["failures"]) for row in rows],
         "sps of each round": [" ".join(f"{sps:,.0f}" for sps in row["sps"]) or "-" for row in rows if several],
         "median sps" if several else "sps": column("sps"),
         **{
-            name: [median(row["ratios"][name], digits=2) + "x" * bool(row["ratios"][name]) for row in rows]
+            name: [common.median(row["ratios"][name], digits=2) + "x" * bool(row["ratios"][name]) for row in rows]
             for name in rows[0]["ratios"]
         },
         "warm-up s": column("warmup_seconds", digits=1),
-        f"return at step {rows[0]['return_step']:,}": column("episodic_return", mean_std),
+        f"return at step {rows[0]['return_step']:,}": column("episodic_return", common.mean_std),
         "steps": column("global_step"),
         "peak MB": column("peak_memory_mb"),
     }
     columns = {name: column for name, column in columns.items() if {*column} - {"-"}}
-    table = markdown_table([*columns], [*zip(*columns.values(), strict=True)])
+    table = common.markdown_table([*columns], [*zip(*columns.values(), strict=True)])
     legend = (
         "sps: environment steps per second after warm-up; return: mean of the last 100 training episodes at the last "
         "step that all have reached; peak MB: RAM that the run held at most."
@@ -271,24 +245,11 @@ def title(record: dict) -> str:
     seeds = sorted({run["seed"] for run in record["runs"]})
     versions = record["machine"]["versions"]
     peers = [f"{name} {versions[name]}" for name in itertools.chain(*PACKAGES.values()) if name in versions]
-    what = ", ".join([*env_ids, plural("seed", seeds), describe_machine(record["machine"]), *peers])
+    what = ", ".join([*env_ids, common.plural("seed", seeds), common.describe_machine(record["machine"]), *peers])
     return "\n".join(filter(None, (what, record["command"].partition(" -- ")[2])))
 
 
 # ------------------------------------------------------------------------------------------------------------- PICTURE
-
-
-def learning_curve(trial: Trial, x_key: str, last_step: float = math.inf) -> tuple[list[float], list[float]]:
-    """The log points of a run, up to ``last_step``, at which episodes had ended: ``x_key`` and their mean return."""
-    points = [row for row in points_until(trial, last_step) if row.get("charts/episodic_return") is not None]
-    return [row[x_key] for row in points], [row["charts/episodic_return"] for row in points]
-
-
-def mean_curve(curves: Sequence[tuple[list[float], list[float]]]) -> tuple[np.ndarray, np.ndarray]:
-    """The mean of curves over the range that they share, by linear interpolation; empty where they share none."""
-    start, end = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
-    grid = np.linspace(start, end, num=max(len(x) for x, _ in curves) if start <= end else 0)
-    return grid, np.mean([np.interp(grid, x, y) for x, y in curves], axis=0)
 
 
 def draw(record: dict):
@@ -298,11 +259,11 @@ def draw(record: dict):
     """
     rows, trials = record["rows"], [Trial(**run) for run in record["runs"]]
     if record["sweep"]:
-        figure = new_figure(9, 5 + 0.23 * len(lines_of(rows, record["sweep"])))
+        figure = common.new_figure(9, 5 + 0.23 * len(lines_of(rows, record["sweep"])))
         draw_sweep(figure, rows, record["sweep"])
     else:
         has_returns = any(row["episodic_return"] for row in rows)
-        figure = new_figure(16 if has_returns else 8, max(4.8, 1.6 + 0.75 * len(rows)))
+        figure = common.new_figure(16 if has_returns else 8, max(4.8, 1.6 + 0.75 * len(rows)))
         bars, *curves = figure.subplots(1, 3 if has_returns else 1, squeeze=False)[0]
         draw_speeds(bars, rows)
         if curves:
@@ -315,16 +276,27 @@ def draw(record: dict):
 
 
 def draw_speeds(axes, rows: Sequence[dict]) -> None:
-    """Bars of the median sps, a dot for each round, and the ratios of the table beside them."""
-    ratios = [", ".join(f"{statistics.median(r):.1f}x" for r in row["ratios"].values() if r) for row in rows]
-    draw_bars(
-        axes,
-        labels=[row["label"] for row in rows],
-        lengths=[statistics.median(row["sps"]) if row["sps"] else None for row in rows],
-        points=[row["sps"] for row in rows],
-        notes=[median(row["sps"]) + (f"  ({ratio})" if ratio else "") for row, ratio in zip(rows, ratios, strict=True)],
-        title=f"Environment steps per second ({', '.join(rows[0]['ratios'])})",
-    )
+    """Bars of the median sps, the first on top, a dot for each round, the ratios of the table beside them.
+
+    The label stands above its bar and the note at its end, so that nothing overlaps however long they are, and the
+    bars serve as the legend of the figure.
+    """
+    longest = max(itertools.chain(*(row["sps"] for row in rows)), default=1.0)
+    for i, (row, color) in enumerate(zip(rows, itertools.cycle(common.COLORS))):
+        axes.text(0.005 * longest, i - 0.27, row["label"], va="bottom", fontsize=10)
+        axes.barh(i, statistics.median(row["sps"] or [0.0]), height=0.42, color=color)
+        if len(row["sps"]) > 1:
+            axes.plot(row["sps"], [i] * len(row["sps"]), "o", color="black", markersize=3.5, alpha=0.6)
+        ratios = ", ".join(f"{statistics.median(ratios):.1f}x" for ratios in row["ratios"].values() if ratios)
+        note = f"{common.median(row['sps'])}  ({ratios})" if row["sps"] else "failed"
+        end = max(row["sps"], default=0.0) + 0.02 * longest
+        axes.text(end, i, note, va="center", fontsize=10, fontweight="bold")
+    # Room for the notes, which begin where the bars end.
+    axes.set_xlim(0, 1.65 * longest)
+    axes.set_ylim(len(rows) - 0.55, -0.75)
+    axes.set_yticks([])
+    axes.set_title(f"Environment steps per second ({', '.join(rows[0]['ratios'])})", loc="left")
+    common.clean(axes)
 
 
 def draw_sweep(figure, rows: Sequence[dict], flag: str) -> None:
@@ -332,30 +304,25 @@ def draw_sweep(figure, rows: Sequence[dict], flag: str) -> None:
     from matplotlib.ticker import LogLocator
 
     axes = figure.subplots()
-    clean(axes)
+    common.clean(axes)
     # All colours solid, then all dashed, ...; without the first, which stands for the eager reference elsewhere.
-    styles = itertools.cycle(itertools.product(("-", "--", ":", "-."), COLORS[1:]))
+    styles = itertools.cycle(itertools.product(("-", "--", ":", "-."), common.COLORS[1:]))
     for (line, at), (style, color) in zip(lines_of(rows, flag).items(), styles, strict=False):
         medians = [(float(value), statistics.median(row["sps"])) for value, row in at.items() if row["sps"]]
         rounds = [(float(value), sps) for value, row in at.items() for sps in row["sps"]]
         label = line + ("" if medians else " (failed)")
         axes.plot(*np.reshape(medians, (-1, 2)).T, style, color=color, linewidth=1.8, label=label)
         axes.plot(*np.reshape(rounds, (-1, 2)).T, "o", color=color, markersize=5, alpha=0.6, markeredgewidth=0)
-    speeds = [sps for row in rows for sps in row["sps"]]
     values = list(dict.fromkeys(row["value"] for row in rows))
     axes.set_xscale("log", base=2)
     axes.set_xticks([float(value) for value in values], values)
     axes.set_xlabel(f"--{flag}")
-    logarithmic = max(speeds, default=1.0) > LINEAR_RANGE * min(speeds, default=1.0)
-    if logarithmic:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    else:
-        axes.set_ylim(0, 1.05 * max(speeds, default=1.0))
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.minorticks_off()
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.grid(alpha=0.25)
-    axes.set_title("Environment steps per second" + ", logarithmic" * logarithmic, loc="left")
+    axes.set_title("Environment steps per second, both axes logarithmic", loc="left")
     # The legend in the order of the lines on the right.
     handles = sorted(axes.get_legend_handles_labels()[0], key=lambda line: -max(line.get_ydata()[-1:], default=0.0))
     figure.legend(handles=handles, loc="outside lower center", frameon=False)
@@ -364,21 +331,18 @@ def draw_sweep(figure, rows: Sequence[dict], flag: str) -> None:
 def draw_returns(
     axes, trials: Sequence[Trial], rows: Sequence[dict], x_key: str, x_label: str, last_step: float = math.inf
 ) -> None:
-    """Episodic return against ``x_key``: the mean over seeds in bold, each seed thin, colours as in the bars."""
-    for row, color in zip(rows, itertools.cycle(COLORS)):
-        curves = [learning_curve(t, x_key, last_step) for t in trials if t.label == row["label"] and not t.failure]
-        curves = [curve for curve in curves if curve[0]]
-        if len(curves) > 1:
-            for curve in curves:
-                axes.plot(*curve, color=color, linewidth=0.8, alpha=0.3, marker="." if len(curve[0]) == 1 else "")
-        if curves:
-            x, y = mean_curve(curves)
-            axes.plot(x, y, color=color, linewidth=2, marker="." if len(x) < 10 else "")
-    axes.set_title("Episodic return in training, colours as in the bars", loc="left")
+    """Return of the last 100 episodes against ``x_key``: a line for each seed, colours as in the bars."""
+    colors = dict(zip([row["label"] for row in rows], itertools.cycle(common.COLORS)))
+    for trial in trials:
+        points, means = points_until(trial, last_step)
+        if points and not trial.failure:
+            x = [point[x_key] for point in points]
+            axes.plot(x, means, color=colors[trial.label], linewidth=1.4, marker="." if len(x) < 10 else "")
+    axes.set_title("Return of the last 100 episodes, colours as in the bars", loc="left")
     axes.set_xlabel(x_label)
     axes.set_xlim(left=0)
-    clean(axes)
+    common.clean(axes)
 
 
 if __name__ == "__main__":
-    run_tool(main, Args)
+    common.run_tool(main, Args)

@@ -88,16 +88,8 @@ def main(args: Args) -> int:
             failures += 1
             continue
         returns = evaluation["returns"]
-        rows.append(
-            [
-                run_dir.resolve().name,
-                evaluation["env_id"],
-                f"{len(returns)}",
-                mean_std(returns, 1),
-                f"{min(returns):,.1f}",
-                f"{max(returns):,.1f}",
-            ]
-        )
+        row = [run_dir.resolve().name, evaluation["env_id"], f"{len(returns)}", mean_std(returns, 1)]
+        rows.append([*row, f"{min(returns):,.1f}", f"{max(returns):,.1f}"])
         if evaluation["video"]:
             print(f"video: {run_dir / evaluation['video']}")
     if rows:

@@ -23,9 +23,10 @@ import tyro
 
 from leanrl.support.errors import UsageError, bad, require_at_least
 from leanrl.tools.common import run_tool
-from leanrl.tools.trials import REPOSITORY, SCRIPTS, Deadline, require_distinct, run_child
+from leanrl.tools.trials import REPOSITORY, SCRIPTS, Deadline, bare, require_distinct, run_child
 
 ADDED = ("--env-id", "--seed", "--run-name", "--resume")
+SIZES = ("num_seeds", "workers", "slurm_ntasks", "slurm_nodes", "slurm_gpus_per_task", "slurm_cpus_per_gpu")
 
 
 @dataclass
@@ -62,13 +63,14 @@ def commands(args: Args, stamp: str) -> list[list[str]]:
     Raises:
         UsageError: no such script, or a flag that is added here.
     """
-    script = SCRIPTS / Path(args.command[0]).name if args.command else None
-    if script is None or script.suffix != ".py" or not script.exists() or script.stem.startswith("_"):
-        known = ", ".join(sorted(path.name for path in SCRIPTS.glob("[!_]*.py")))
-        raise UsageError(f"-- {args.command[0] if args.command else ''}: name a script after --; there are {known}")
+    known = sorted(path.name for path in SCRIPTS.glob("[!_]*.py"))
+    name = Path(args.command[0]).name if args.command else ""
+    if name not in known:
+        raise UsageError(f"-- {name}: name a script after --; there are {', '.join(known)}")
     for word in args.command[1:]:
-        if word.split("=")[0].replace("_", "-") in ADDED:
+        if bare(word) in ADDED:
             raise UsageError(f"-- {word}: is set by this tool itself, see --help")
+    script = SCRIPTS / name
     return [
         [
             *(sys.executable, str(script), *args.command[1:]),
@@ -104,20 +106,17 @@ def submit(args: Args, job: str, stamp: str) -> int:
     path = Path(args.runs_dir) / "slurm" / f"{stamp}.slurm"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(job)
+    output = f"--output={path.parent.resolve()}/%A_%a.out"
     try:
-        output = f"--output={path.parent.resolve()}/%A_%a.out"
         return subprocess.run(["sbatch", output, str(path.resolve())], cwd=REPOSITORY).returncode
     except FileNotFoundError:
-        raise UsageError(
-            f"--slurm-template {args.slurm_template}: there is no sbatch here; {path} is written"
-        ) from None
+        raise bad("slurm_template", args.slurm_template, f"there is no sbatch here; {path} is written") from None
 
 
 def main(args: Args) -> int:
     """0 if every run ended with 0, else 1."""
     require_distinct(args, "env_ids")
-    require_at_least(args, 1, "num_seeds", "workers", "slurm_ntasks", "slurm_nodes", "slurm_gpus_per_task")
-    require_at_least(args, 1, "slurm_cpus_per_gpu")
+    require_at_least(args, 1, *SIZES)
     require_at_least(args, 0, "start_seed")
     stamp = time.strftime("%Y%m%d-%H%M%S")
     lines = commands(args, stamp)

@@ -29,8 +29,7 @@ from leanrl.sebulba.args import resolve_devices, validate_runtime
 from leanrl.sebulba.layout import Layout, parse_layout
 from leanrl.support.devices import available_cores
 from leanrl.support.errors import UsageError, bad, require_at_least, require_positive, typed
-from leanrl.support.run import write_json_atomically
-from leanrl.tools.common import benchmark_record, describe_machine, markdown_table, results_folder, run_tool
+from leanrl.tools import common
 from leanrl.tools.profile import LayoutParts, cost_of, measure_layouts
 from leanrl.tools.trials import DISTRIBUTED, SCRIPTS, read_json, run_groups
 
@@ -47,7 +46,7 @@ NEARLY = 0.95
 
 
 @dataclass
-class Args:
+class Args(common.OutArgs):
     script: str = "cleanba_ppo"
     """distributed script"""
     layouts: tuple[str, ...] = LAYOUTS
@@ -62,10 +61,6 @@ class Args:
     """10**9 bytes a second between the GPUs of a machine"""
     network_gbytes: float = 10.0
     """10**9 bytes a second between machines"""
-    runs_dir: str = "runs"
-    """folder of the default --out"""
-    out: str | None = None
-    """folder for the results; by default RUNS_DIR/plan_layout/TIME"""
     script_args: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="-- FLAGS")] = ()
     """flags of the script"""
 
@@ -210,7 +205,7 @@ def render(predictions: Sequence[Prediction], measured: dict[str, float]) -> str
             sps = measured.get(p.layout)
             row += ["", ""] if sps is None else [f"{sps:,.0f}", f"{p.sps / sps - 1:+.0%}"]
         rows.append(row)
-    return markdown_table(header, rows)
+    return common.markdown_table(header, rows)
 
 
 def main(args: Args) -> int:
@@ -239,7 +234,7 @@ def main(args: Args) -> int:
     if not layouts:
         raise bad("layouts", args.layouts, f"none fits the script's flags ({'; '.join(set(left_out.values()))})")
 
-    out = results_folder(args, "plan_layout")
+    out = common.results_folder(args, "plan_layout")
     print("measuring the parts", flush=True)
     cores = available_cores()
     learner_envs = min(layout.num_envs // layout.num_learners for layout in layouts.values())
@@ -256,18 +251,16 @@ def main(args: Args) -> int:
     for text in args.check:
         print(f"running {text}", flush=True)
         measured[text] = run_layout(text, args, script_args, out / "runs")
-    record = {**benchmark_record("plan_layout", device), "parts": asdict(parts), "measured": measured}
+    record = {**common.benchmark_record("plan_layout", device), "parts": asdict(parts), "measured": measured}
     record["predictions"] = [prediction._asdict() for prediction in predictions]
     record |= {"left_out": left_out, "advice": advice}
-    write_json_atomically(out / "plan_layout.json", record)
-    text = f"{args.script}, {script_args.env_id}, {describe_machine(record['machine'])}\n\n"
+    text = f"{args.script}, {script_args.env_id}, {common.describe_machine(record['machine'])}\n\n"
     text += "\n".join([render(predictions, measured), "", *(f"- {line}" for line in advice)])
     if left_out:
         text += "\n".join(["\n\nLeft out:\n", *(f"- {name}: {reason}" for name, reason in left_out.items())])
-    (out / "table.md").write_text(text + "\n")
-    print(f"\n{text}\n\nJSON: {out / 'plan_layout.json'}")
+    common.write_results(out, "plan_layout", record, text)
     return 0
 
 
 if __name__ == "__main__":
-    run_tool(main, Args)
+    common.run_tool(main, Args)

@@ -1,13 +1,13 @@
 """Draws learning curves: return against environment steps and against wall clock, one column per environment.
 
 Runs of the same script, mode and environment are one group: its line is the interquartile mean (IQM) over seeds, the
-band rliable's 95 % stratified bootstrap interval. Beside the picture it writes the raw curves as CSV and, as markdown,
-the final returns (CleanRL's metric: mean of the last 100 training episodes) and how far the groups' intervals overlap.
+band rliable's 95 % stratified bootstrap interval, both of the mean over the last 100 training episodes. Beside the
+picture it writes the raw curves as CSV and, as markdown, the final returns (CleanRL's metric: mean of the last 100
+training episodes) and how far the groups' intervals overlap.
 
     python -m leanrl.tools.plot runs
-    python -m leanrl.tools.plot 'runs/Hopper*' --out plots/hopper --labels ppo_continuous_action:eager=reference
+    python -m leanrl.tools.plot 'runs/Hopper*' --out plots/hopper
     python -m leanrl.tools.plot --csv plots/hopper.csv --out plots/hopper_again
-    python -m leanrl.tools.plot runs --metric losses/value_loss
     python -m leanrl.tools.plot runs --env-ids Hopper-v5 --max-steps 200000 --no-wall-clock
 
 With --timeline it draws who waited for whom in a distributed run instead: a row a part, a bar an interval.
@@ -20,12 +20,12 @@ With --timeline it draws who waited for whom in a distributed run instead: a row
 
 import glob
 import itertools
-import json
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,18 +38,19 @@ from leanrl.support.cli import RunArgs, read_args_json
 from leanrl.support.errors import UsageError, bad, pip_command, require_at_least
 from leanrl.support.tracking import read_metrics
 from leanrl.tools.common import COLORS, clean, markdown_table, mean_std, new_figure, run_tool
+from leanrl.tools.trials import read_json, running_mean
 
 RETURN = "charts/episodic_return"
-# A log point's value of these is the mean over the episodes that ended since the log point before it.
-PER_EPISODE = (RETURN, "charts/episodic_length")
+REPS = 2000
+"""bootstrap resamples"""
 GRID_POINTS = 100
 
 Curve = "pandas.DataFrame"  # of requirements-dev, and 0.5 s that --help need not wait for
-COLUMNS = ["run", "script", "mode", "env_id", "seed", "global_step", "wall_seconds", "value", "episodes"]
+COLUMNS = ["run", "script", "mode", "env_id", "seed", "global_step", "wall_seconds", "episodic_return", "episodes"]
 COLUMNS += ["sps", "final", "finished"]
-"""A curve has a row for each log point of a run that has the metric. ``episodes`` is how many of them ``value`` is the
-mean of; 1 where the metric is not one of episodes. The same in all rows are ``sps``, after warm-up; ``final``, the mean
-return of the last 100 episodes as the run itself counted them, NaN before it ended; and ``args``, which no CSV has."""
+"""A curve has a row for each log point of a run at which episodes had ended: so many since the one before, with this
+mean return. The same in all rows are ``sps``, after warm-up; ``final``, the mean return of the last 100 episodes as the
+run itself counted them, NaN before it ended; and ``args``, which no CSV has."""
 
 
 @dataclass
@@ -59,17 +60,9 @@ class Args:
     csv: tuple[Path, ...] = ()
     """curves that this tool wrote before, drawn together with the runs"""
     out: Path | None = None
-    """where to write, without suffix: OUT.png, OUT.csv and OUT.md; by default plots/METRIC"""
+    """where to write, without suffix: OUT.png, OUT.csv and OUT.md; by default plots/episodic_return"""
     timeline: int | None = None
-    """draw the last TIMELINE iterations of each run, as OUT.png or by default RUN_DIR/timeline.png"""
-    labels: tuple[str, ...] = ()
-    """SCRIPT:MODE=NAME each: what to call a group; groups of one name become one"""
-    metric: str = RETURN
-    """the key of metrics.jsonl to draw"""
-    window: int = 100
-    """episodes that the running mean goes over (log points, where the metric is not one of episodes)"""
-    reps: int = 2000
-    """bootstrap resamples"""
+    """draw the last TIMELINE iterations of each run, as RUN_DIR/timeline.png"""
     env_ids: tuple[str, ...] = ()
     """draw these environments alone"""
     max_steps: int | None = None
@@ -98,61 +91,52 @@ def mode_of(args: dict) -> str:
     return "+".join(filter(None, words)) or "eager"
 
 
-def read_run(run_dir: Path, metric: str) -> list[Curve]:
+def read_run(run_dir: Path) -> list[Curve]:
     """The one curve of a run directory, be it finished or still under way.
 
     Raises:
-        UsageError: not a run directory, damaged, or without a log point that has the metric.
+        UsageError: not a run directory, damaged, or no episode has ended.
     """
     import pandas as pd
 
     with errors_of(f"{run_dir}", "read"):
         facts, rows = read_args_json(run_dir), read_metrics(run_dir)
-        points = pd.DataFrame([row for row in rows if row.get(metric) is not None])
+        points = pd.DataFrame([row for row in rows if row.get(RETURN) is not None])
         if points.empty:
-            raise UsageError(f"{run_dir}: has no log point with {metric} yet")
-        episodes = 1
-        if metric in PER_EPISODE and "charts/episodes" in points:
-            episodes = np.diff(points["charts/episodes"], prepend=0)
-        path, summary = run_dir / "summary.json", None
-        if path.exists():
-            summary = json.loads(path.read_text())
-            if summary["global_step"] < rows[-1]["global_step"]:
-                summary = None  # from before a resume
+            raise UsageError(f"{run_dir}: no episode has ended yet")
+        summary = read_json(run_dir / "summary.json")
+        if summary and summary["global_step"] < rows[-1]["global_step"]:
+            summary = {}  # from before a resume
         run = {"run": str(run_dir), "script": facts["script"], "mode": mode_of(facts["args"])}
         run |= {name: facts["args"][name] for name in ("env_id", "seed")}
         run |= {"global_step": points["global_step"], "wall_seconds": points["charts/wall_seconds"]}
-        run |= {"value": points[metric].astype(float), "episodes": episodes, "args": [facts["args"]] * len(points)}
-        run["sps"] = rows[-1]["charts/SPS"] if summary is None else summary["sps"]
-        run["final"] = None if summary is None or metric != RETURN else summary["episodic_return"]
-        run["finished"] = summary is not None and not summary["interrupted"]
+        run |= {"episodic_return": points[RETURN].astype(float), "args": [facts["args"]] * len(points)}
+        run["episodes"] = np.diff(points["charts/episodes"], prepend=0)
+        run["sps"] = summary.get("sps", rows[-1]["charts/SPS"])
+        run["final"] = summary.get("episodic_return")
+        run["finished"] = bool(summary) and not summary["interrupted"]
         return [pd.DataFrame(run).astype({"final": float})]
 
 
-def read_csv(path: Path, metric: str) -> list[Curve]:
-    """The curves that ``write_csv`` wrote.
-
-    Raises:
-        UsageError: no such file, or not one of these.
-    """
+def read_csv(path: Path) -> list[Curve]:
+    """The curves of a CSV that this tool wrote. UsageError: no such file, or not one of these."""
     import pandas as pd
 
     with errors_of(f"{path}", "read"):
         exact = {"keep_default_na": False, "na_values": {"final": [""]}, "float_precision": "round_trip"}
-        points = pd.read_csv(path, **exact).rename(columns={metric.removeprefix("charts/"): "value"})[COLUMNS]
+        points = pd.read_csv(path, **exact)[COLUMNS]
         if points.empty:
             raise UsageError(f"{path}: has no rows")
-        points = points.astype(dict.fromkeys(["wall_seconds", "value", "sps", "final"], float))
+        points = points.astype(dict.fromkeys(["wall_seconds", "episodic_return", "sps", "final"], float))
         points["args"] = [{}] * len(points)
         return [curve for _, curve in points.groupby(COLUMNS[:5], sort=False)]
 
 
-def write_csv(path: Path, curves: Sequence[Curve], metric: str) -> None:
+def write_csv(path: Path, curves: Sequence[Curve]) -> None:
     """Writes the raw curves, from which ``read_csv`` gives the same numbers back."""
     import pandas as pd
 
-    points = pd.concat(curves)[COLUMNS].astype({"episodes": int, "finished": int})
-    points.rename(columns={"value": metric.removeprefix("charts/")}).to_csv(path, index=False)
+    pd.concat(curves)[COLUMNS].astype({"episodes": int, "finished": int}).to_csv(path, index=False)
 
 
 def find_runs(argument: str) -> list[Path]:
@@ -164,47 +148,34 @@ def find_runs(argument: str) -> list[Path]:
     return runs
 
 
-def read_curves(runs: Iterable[str], csvs: Iterable[Path], metric: str) -> tuple[list[Curve], list[str]]:
-    """Every curve there is in these places, each run once, and a line about each that cannot be read."""
-    complaints = []
+def read_curves(runs: Iterable[str], csvs: Iterable[Path]) -> list[Curve]:
+    """Every curve there is in these places, each run once; what cannot be read is told in a line and left out.
 
-    def attempt(read: Callable, *arguments) -> list:
+    Raises:
+        UsageError: nothing could be read.
+    """
+    run_dirs = {run_dir.resolve(): run_dir for argument in runs for run_dir in find_runs(argument)}
+    readers = [partial(read_run, run_dir) for run_dir in run_dirs.values()]
+    curves, complaints = [], []
+    for read in [*readers, *(partial(read_csv, path) for path in dict.fromkeys(csvs))]:
         try:
-            return read(*arguments)
+            curves += read()
         except UsageError as error:
             complaints.append(str(error))
-            return []
-
-    run_dirs = {}
-    for run_dir in itertools.chain(*(attempt(find_runs, argument) for argument in runs)):
-        run_dirs.setdefault(run_dir.resolve(), run_dir)
-    curves = [attempt(read_run, run_dir, metric) for run_dir in run_dirs.values()]
-    curves += [attempt(read_csv, path, metric) for path in dict.fromkeys(csvs)]
-    return list(itertools.chain(*curves)), complaints
-
-
-def until(curve: Curve, max_steps: int) -> Curve:
-    """Its log points of the first ``max_steps`` environment steps, of which there may be none."""
-    early = curve[curve["global_step"] <= max_steps]
-    return curve if len(early) == len(curve) else early.assign(final=np.nan)
+    if not curves:
+        raise UsageError(f"nothing to draw, {len(complaints)} unreadable: {complaints[0]}")
+    for complaint in complaints:
+        warn(complaint)
+    return curves
 
 
 # --------------------------------------------------------------------------------------------------------- ESTIMATES
 
 
-def running_mean(curve: Curve, window: int) -> np.ndarray:
-    """At each of P log points the mean over the last ``window`` episodes, or over all while there are fewer; [P]."""
-    ends = np.cumsum(curve["episodes"])
-    starts = np.maximum(ends - window, 0)
-    sums = np.concatenate([[0.0], np.cumsum(curve["value"] * curve["episodes"])])
-    # A window that begins between two log points takes its share of the second one.
-    return (sums[1:] - np.interp(starts, np.concatenate([[0], ends]), sums)) / (ends - starts).to_numpy()
-
-
-def end(curve: Curve, window: int) -> float:
+def end(curve: Curve) -> float:
     """What the run reached: ``final``, or where there is none the end of the running mean."""
     final = curve["final"].iloc[0]
-    return running_mean(curve, window)[-1] if np.isnan(final) else final
+    return running_mean(curve["episodic_return"], curve["episodes"])[-1] if np.isnan(final) else final
 
 
 class Band(NamedTuple):
@@ -216,7 +187,7 @@ class Band(NamedTuple):
     high: np.ndarray
 
 
-def estimate_iqm(scores: np.ndarray, reps: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def estimate_iqm(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """IQM over seeds of ``scores`` [S, G], and the ends of its 95 % stratified bootstrap interval, [G] each."""
     from rliable.library import get_interval_estimates
     from scipy.stats import trim_mean
@@ -227,7 +198,7 @@ def estimate_iqm(scores: np.ndarray, reps: int) -> tuple[np.ndarray, np.ndarray,
 
     # rliable 1.2 draws from NumPy's global generator, whatever its `random_state` is.
     np.random.seed(0)
-    iqm, interval = get_interval_estimates({"group": scores[:, None]}, iqm_of_columns, reps=reps)
+    iqm, interval = get_interval_estimates({"group": scores[:, None]}, iqm_of_columns, reps=REPS)
     return iqm["group"], *interval["group"]
 
 
@@ -240,13 +211,18 @@ def require_rliable() -> None:
         raise UsageError(f"rliable cannot be imported ({reason}); {pip_command('dev')}") from None
 
 
-def estimate_band(curves: Sequence[Curve], axis: str, window: int, reps: int) -> Band:
+def estimate_band(curves: Sequence[Curve], axis: str) -> Band:
     """The band of one group's smoothed curves against ``axis`` (global_step or wall_seconds)."""
     xs = [curve[axis].to_numpy() for curve in curves]
     last = min(x[-1] for x in xs)
     grid = np.linspace(min(last, max(x[0] for x in xs)), last, GRID_POINTS)
-    scores = np.stack([np.interp(grid, x, running_mean(curve, window)) for x, curve in zip(xs, curves, strict=True)])
-    return Band(grid, *estimate_iqm(scores, reps))
+    scores = np.stack(
+        [
+            np.interp(grid, x, running_mean(curve["episodic_return"], curve["episodes"]))
+            for x, curve in zip(xs, curves, strict=True)
+        ]
+    )
+    return Band(grid, *estimate_iqm(scores))
 
 
 def overlap(a: Band, b: Band) -> float | None:
@@ -262,30 +238,20 @@ def overlap(a: Band, b: Band) -> float | None:
 # ------------------------------------------------------------------------------------------------------------ GROUPS
 
 Groups = dict[tuple[str, str], list[Curve]]
-"""(environment, label) -> the runs of one line, by seed"""
+"""(environment, SCRIPT:MODE) -> the runs of one line, by seed"""
 
 
-def group_curves(curves: Iterable[Curve], labels: Sequence[str]) -> Groups:
-    """Groups runs by environment and ``SCRIPT:MODE``, or the name that ``labels`` (OLD=NEW each) give it.
-
-    Raises:
-        UsageError: a label that is none, or names no group.
-    """
+def group_curves(curves: Iterable[Curve]) -> Groups:
+    """The runs of each environment, script and mode, references and eager modes first."""
 
     def identity(curve: Curve) -> tuple:
         env_id, script, mode, seed = curve[["env_id", "script", "mode", "seed"]].iloc[0]
         return env_id, script, mode != "eager", mode, seed
 
-    runs = [(curve, *identity(curve)) for curve in sorted(curves, key=identity)]
-    names = {f"{script}:{mode}": f"{script}:{mode}" for _, _, script, _, mode, _ in runs}
-    for label in labels:
-        old, _, new = label.partition("=")
-        if not new or old not in names:
-            raise UsageError(f"--labels {label}: must be OLD=NEW, OLD one of {', '.join(sorted(names))}")
-        names[old] = new
     groups = defaultdict(list)
-    for curve, env_id, script, _, mode, _ in runs:
-        groups[env_id, names[f"{script}:{mode}"]].append(curve)
+    for curve in sorted(curves, key=identity):
+        env_id, script, _, mode, _ = identity(curve)
+        groups[env_id, f"{script}:{mode}"].append(curve)
     return groups
 
 
@@ -311,28 +277,27 @@ def warn_of_weaknesses(groups: Groups) -> None:
             warn(f"{name}: its runs differ in {', '.join(differing)}")
         ends = [curve["global_step"].iloc[-1] for curve in curves]
         if min(ends) < 0.9 * max(ends):
-            shortest = f"drawn to step {min(ends):,.0f}, where its shortest run ends"
-            warn(f"{name}: {shortest}; the longest has {max(ends):,.0f}")
+            warn(
+                f"{name}: drawn to step {min(ends):,.0f}, where its shortest run ends; the longest has {max(ends):,.0f}"
+            )
 
 
 # ------------------------------------------------------------------------------------------------ TABLES AND PICTURE
 
 
-def finals_table(groups: Groups, args: Args) -> str:
-    """One row a group: what it reached at the end, and how fast."""
-    digits = 1 if args.metric in PER_EPISODE else 4
+def finals_table(groups: Groups, with_speed: bool) -> str:
+    """One row a group: what it reached at the end, and how fast if asked for."""
     rows = []
     for group, curves in groups.items():
-        ends = [end(curve, args.window) for curve in curves]
-        iqm, low, high = (f"{x.item():,.{digits}f}" for x in estimate_iqm(np.array(ends)[:, None], args.reps))
+        ends = [end(curve) for curve in curves]
+        iqm, low, high = (f"{x.item():,.1f}" for x in estimate_iqm(np.array(ends)[:, None]))
         unfinished = sum(not curve["finished"].iloc[0] for curve in curves)
         seeds = f"{len(curves)}" + (f" ({unfinished} unfinished)" if unfinished else "")
         steps = min(curve["global_step"].iloc[-1] for curve in curves)
-        speed = mean_std([curve["sps"].iloc[0] for curve in curves])
-        rows.append([*group, seeds, f"{steps:,.0f}", mean_std(ends, digits), f"{iqm} [{low}, {high}]", speed])
-    name = "return" if args.metric == RETURN else args.metric
-    header = ["environment", "group", "seeds", "steps", f"{name}, mean ± std", "IQM [95 % interval]", "sps"]
-    return markdown_table(header, rows)
+        row = [*group, seeds, f"{steps:,.0f}", mean_std(ends, 1), f"{iqm} [{low}, {high}]" if len(ends) > 1 else "-"]
+        rows.append(row + [mean_std([curve["sps"].iloc[0] for curve in curves])] * with_speed)
+    header = ["environment", "group", "seeds", "steps", "return, mean ± std", "IQM [95 % interval]"]
+    return markdown_table(header + ["sps"] * with_speed, rows)
 
 
 def overlap_table(bands: dict[tuple[str, str], Band]) -> str | None:
@@ -346,8 +311,8 @@ def overlap_table(bands: dict[tuple[str, str], Band]) -> str | None:
     return markdown_table(header, rows) if rows else None
 
 
-def draw(groups: Groups, bands: dict[str, dict[tuple[str, str], Band]], caption: str, ylabel: str):
-    """A row of panels for steps and one for wall clock, one column per environment; a label has one colour in all.
+def draw(groups: Groups, bands: dict[str, dict[tuple[str, str], Band]], caption: str):
+    """A row of panels for steps and one for wall clock, one column per environment; a group has one colour in all.
 
     Args:
         bands: "global_step", and "wall_seconds" where that is to be drawn -> a band for each group.
@@ -359,32 +324,21 @@ def draw(groups: Groups, bands: dict[str, dict[tuple[str, str], Band]], caption:
     panels = figure.subplots(len(bands), len(env_ids), squeeze=False, sharey="col")
     handles = {}
     for (row, axis), (column, env_id) in itertools.product(enumerate(bands), enumerate(env_ids)):
-        axes = panels[row, column]
-        here = {label: band for (env, label), band in bands[axis].items() if env == env_id}
-        scale, unit = 1, "environment steps"
-        if axis == "wall_seconds":
-            longest = max(band.x[-1] for band in here.values())
-            units = {3600: "hours", 60: "minutes", 1: "seconds"}
-            scale = next(scale for scale in units if longest > 3 * scale or scale == 1)
-            unit = f"wall clock, {units[scale]}"
-        for label, band in here.items():
-            color = COLORS[labels.index(label) % len(COLORS)]
-            (handles[label],) = axes.plot(band.x / scale, band.iqm, color=color, linewidth=1.6)
-            axes.fill_between(band.x / scale, band.low, band.high, color=color, alpha=0.2, linewidth=0)
+        axes, on_clock = panels[row, column], axis == "wall_seconds"
+        for (env, label), band in bands[axis].items():
+            if env == env_id:
+                color, x = COLORS[labels.index(label) % len(COLORS)], band.x / (60 if on_clock else 1)
+                (handles[label],) = axes.plot(x, band.iqm, color=color, linewidth=1.6)
+                axes.fill_between(x, band.low, band.high, color=color, alpha=0.2, linewidth=0)
         clean(axes)
-        axes.set(title="" if row else env_id, xlabel=unit, ylabel="" if column else ylabel)
+        unit = "minutes of wall clock" if on_clock else "environment steps"
+        axes.set(title="" if row else env_id, xlabel=unit, ylabel="" if column else "return")
         axes.set_xlim(left=0)
-        axes.grid(alpha=0.25)
-        if axis == "global_step":
+        if not on_clock:
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.yaxis.set_major_formatter("{x:,.10g}")
-    names = []
-    for label in labels:
-        seeds = sorted({len(curves) for (_, name), curves in groups.items() if name == label})
-        counts = " to ".join(f"{n}" for n in dict.fromkeys((seeds[0], seeds[-1])))
-        names.append(f"{label} ({counts} {'seed' if seeds[-1] == 1 else 'seeds'})")
     lines = [handles[label] for label in labels]
-    figure.legend(lines, names, loc="outside lower center", frameon=False, title=caption, title_fontsize=9)
+    figure.legend(lines, labels, loc="outside lower center", frameon=False, title=caption)
     return figure
 
 
@@ -393,47 +347,38 @@ def draw_curves(args: Args) -> int:
     if not args.runs and not args.csv:
         raise UsageError("name run directories, folders of them, or --csv FILES")
     require_rliable()
-    curves, complaints = read_curves(args.runs, args.csv, args.metric)
-    if not curves:
-        others = f" (and {len(complaints) - 1} more like it)" if len(complaints) > 1 else ""
-        raise UsageError(f"nothing to draw: {complaints[0]}{others}")
-    for complaint in complaints:
-        warn(complaint)
+    curves = read_curves(args.runs, args.csv)
     known = sorted({curve["env_id"].iloc[0] for curve in curves})
-    for env_id in args.env_ids:
-        if env_id not in known:
-            raise bad("env_ids", env_id, f"no run has it; there are {', '.join(known)}")
-    if args.env_ids:
-        curves = [curve for curve in curves if curve["env_id"].iloc[0] in args.env_ids]
+    if unknown := {*args.env_ids} - {*known}:
+        raise bad("env_ids", sorted(unknown), f"no run has it; there are {', '.join(known)}")
+    curves = [curve for curve in curves if not args.env_ids or curve["env_id"].iloc[0] in args.env_ids]
     if args.max_steps is not None:
-        drawn = [curve for curve in (until(curve, args.max_steps) for curve in curves) if len(curve)]
-        if not drawn:
+        early = [curve[curve["global_step"] <= args.max_steps] for curve in curves]
+        # What a run reached later is not told.
+        cut = [e if len(e) == len(curve) else e.assign(final=np.nan) for e, curve in zip(early, curves, strict=True)]
+        curves = [curve for curve in cut if len(curve)]
+        if not curves:
             raise bad("max_steps", args.max_steps, "is before the first log point")
-        if len(drawn) < len(curves):
-            warn(f"{len(curves) - len(drawn)} of {len(curves)} runs left out: no log point before --max-steps")
-        curves = drawn
-    groups = group_curves(curves, args.labels)
+        if len(curves) < len(cut):
+            warn(f"{len(cut) - len(curves)} of {len(cut)} runs left out: no log point before --max-steps")
+    groups = group_curves(curves)
     warn_of_weaknesses(groups)
 
-    # disable=None: only on a terminal.
     bands = {"global_step": {}} | ({"wall_seconds": {}} if args.wall_clock else {})
     jobs = [(axis, group) for axis in bands for group in groups]
+    # disable=None: only on a terminal.
     for axis, group in tqdm(jobs, desc="bootstrap", unit="curve", delay=1, leave=False, disable=None):
-        bands[axis][group] = estimate_band(groups[group], axis, args.window, args.reps)
+        bands[axis][group] = estimate_band(groups[group], axis)
 
-    caption = f"mean of the last {args.window} {'episodes' if args.metric in PER_EPISODE else 'log points'}"
-    if max(map(len, groups.values())) > 1:
-        caption = f"IQM over seeds of the {caption}; bands are 95 % stratified bootstrap intervals"
-    name = "return" if args.metric == RETURN else args.metric
-    tables = "\n\n".join(filter(None, (finals_table(groups, args), overlap_table(bands["global_step"]))))
-    out = args.out or Path("plots") / args.metric.split("/")[-1]
-    picture, raw, markdown = (with_suffix(out, suffix) for suffix in (".png", ".csv", ".md"))
+    caption = "IQM over seeds of the mean of the last 100 episodes; bands are 95 % stratified bootstrap intervals"
+    tables = "\n\n".join(filter(None, (finals_table(groups, args.wall_clock), overlap_table(bands["global_step"]))))
+    out = args.out or Path("plots", "episodic_return")
     with errors_of(f"--out {out}", "written"):
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_csv(raw, curves, args.metric)
-        draw(groups, bands, caption, name).savefig(picture, dpi=150)
-        markdown.write_text(f"{tables}\n\nCurves: {caption}.\n")
-    print(f"{tables}\n\npicture: {picture}\nraw curves: {raw}\ntables: {markdown}")
+        write_csv(Path(f"{out}.csv"), curves)
+        draw(groups, bands, caption).savefig(f"{out}.png", dpi=150)
+        Path(f"{out}.md").write_text(f"{tables}\n\nCurves: {caption}.\n")
+    print(f"{tables}\n\npicture, raw curves and tables: {out}.png, .csv and .md")
     return 0
 
 
@@ -444,11 +389,7 @@ Spans = dict[str, list[tuple[str, float, float]]]
 
 
 def read_spans(run_dir: Path, last: int) -> Spans:
-    """The last iterations of a distributed run, part by part.
-
-    Raises:
-        UsageError: there is no timeline, or it is damaged.
-    """
+    """The last iterations of a distributed run, part by part. UsageError: there is no timeline, or it is damaged."""
     path, spans = run_dir / TIMELINE_FILE, defaultdict(list)
     with errors_of(f"{path}", "read"):
         for row in read_metrics(run_dir, TIMELINE_FILE)[-last:]:
@@ -477,12 +418,11 @@ def draw_spans(spans: Spans, title: str):
 
     figure = new_figure(13, 1.6 + 0.5 * len(spans))
     axes = figure.subplots()
-    colors, hatches = itertools.cycle(COLORS[1:]), itertools.cycle(("///", "...", "\\\\\\"))
-    looks = {}
-    for kind in dict.fromkeys(what for part in spans.values() for what, *_ in part):
-        looks[kind] = {"facecolor": next(colors), "edgecolor": "white"}
-        if kind.startswith("wait"):
-            looks[kind] |= {"facecolor": "#d8d8d8", "hatch": next(hatches)}
+    kinds = dict.fromkeys(what for part in spans.values() for what, *_ in part)
+    looks = {
+        kind: {"facecolor": color, "edgecolor": "white", "alpha": 0.25 if kind.startswith("wait") else 1.0}
+        for kind, color in zip(kinds, itertools.cycle(COLORS[1:]))
+    }
     for row, part in enumerate(spans.values()):
         for kind, look in looks.items():
             bars = [(start, end - start) for what, start, end in part if what == kind]
@@ -502,13 +442,10 @@ def draw_timelines(args: Args) -> int:
     run_dirs = [run_dir for argument in args.runs for run_dir in find_runs(argument)]
     if not run_dirs or args.csv:
         raise bad("timeline", args.timeline, "is drawn from the run directories of distributed scripts; name some")
-    if args.out is not None and len(run_dirs) > 1:
-        raise bad("out", args.out, f"is one picture, and there are {len(run_dirs)} runs; leave it out or name one run")
     for run_dir in run_dirs:
         spans = read_spans(run_dir, args.timeline)
-        picture = with_suffix(args.out or run_dir / "timeline", ".png")
-        with errors_of(f"--out {picture}", "written"):
-            picture.parent.mkdir(parents=True, exist_ok=True)
+        picture = run_dir / "timeline.png"
+        with errors_of(f"{picture}", "written"):
             draw_spans(spans, f"{run_dir.resolve().name}: its last iterations").savefig(picture)
         print(f"{shares_table(spans)}\n\npicture: {picture}")
     return 0
@@ -517,13 +454,8 @@ def draw_timelines(args: Args) -> int:
 # --------------------------------------------------------------------------------------------------------------- MAIN
 
 
-def with_suffix(out: Path, suffix: str) -> Path:
-    """``OUT.SUFFIX``, where ``out`` may have been typed as OUT.png."""
-    return out.with_name(out.name.removesuffix(".png") + suffix)
-
-
 def main(args: Args) -> int:
-    require_at_least(args, 1, "window", "reps", "timeline", "max_steps")
+    require_at_least(args, 1, "timeline", "max_steps")
     return draw_curves(args) if args.timeline is None else draw_timelines(args)
 
 

@@ -1,15 +1,13 @@
 """Where the time of an environment step goes, beside what this machine could do.
 
-Each SCRIPT[:MODE] runs as it is, in a process of its own, and is watched from the last start of its clock to its end.
+Each SCRIPT[:MODE] runs as it is, in a process of its own, and is watched from the last start of its clock to its end:
+plainly, for its speed, and under PyTorch's profiler, which lengthens mostly the many short parts; the speed beside it
+shows by how much. On a GPU the parts but for the environment are kernels, and what is left is the wall clock less all
+of these: too little where kernels run beside each other or while the environment steps.
 
-PPO on Atari is timed around what it calls: emulation, inference, update. Its floors are EnvPool alone, with random
-actions, and the operations of inference and update at the speed of a large product (bfloat16 with --amp bf16). What
-emulates while something else is computed (--num-env-groups) costs only what is waited for.
-
-The others run twice: plainly, for their speed, and under PyTorch's profiler, which lengthens mostly the many short
-parts; the speed beside it shows by how much. Their floor is the operations of their products at the speed of a large
-one. On a GPU the parts but for the environment are kernels, and what is left is the wall clock less all of these: too
-little where kernels run beside each other or while the environment steps.
+The floors are the script's environments alone, with random actions, and the operations of its products and convolutions
+at the speed of a large product (bfloat16 with --amp bf16). What emulates while something else is computed
+(--num-env-groups) costs only what is waited for.
 
     python -m leanrl.tools.profile td3_continuous_action_torchcompile:compile -- --amp bf16
     python -m leanrl.tools.profile --steps 10240 ppo_atari_envpool "ppo_atari_envpool_torchcompile:compile --num-envs 8"
@@ -26,12 +24,10 @@ import sys
 import tempfile
 import time
 import timeit
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, closing, nullcontext, redirect_stdout
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
 from unittest.mock import patch
@@ -44,7 +40,6 @@ from leanrl.sebulba.args import learner_threads
 from leanrl.sebulba.environments import make_pool
 from leanrl.sebulba.layout import Layout
 from leanrl.sebulba.rollout import Rollout
-from leanrl.support.atari import make_atari_envs
 from leanrl.support.devices import available_cores, resolve_device
 from leanrl.support.errors import UsageError, require_at_least
 from leanrl.support.executables import CPU_OPTIONS
@@ -53,50 +48,46 @@ from leanrl.support.tracking import read_metrics
 from leanrl.tools import common, trials
 
 KINDS = {
-    "environment": ("env.step",),
+    "environment": "env.step",
     # Before the products: TorchInductor names its loops after what they are fused with, as in triton_poi_fused_addmm.
-    "fused loops": ("cpp_fused", "triton_"),
-    "matrix products": ("bmm", "addmm", "::mm", "_mm_out", "cpu_mm", "gemm", "gemv", "nvjet", "cutlass", "splitK"),
-    "random numbers": ("rand", "normal_", "random_", "distribution"),
-    "copies": ("copy_", "clone", "empty", "index_select", "index_copy", "cumsum", "Memcpy", "Memset", "CatArray"),
+    "fused loops": "cpp_fused triton_",
+    "matrix products": "bmm addmm ::mm _mm_out cpu_mm gemm gemv nvjet cutlass splitK conv cudnn xmma",
+    "random numbers": "rand normal_ random_ distribution",
+    "copies": "copy_ clone empty index_select index_copy cumsum Memcpy Memset CatArray",
 }
-"""Part under the profiler -> what the names of its events contain, the first that fits."""
+"""Part -> what the names of its events contain under the profiler, the first that fits; convolutions are products."""
 
 OTHER_KERNELS = "other kernels"
 """A GPU's, which fit none of KINDS: mostly the loops of eager PyTorch."""
 
-TIMED = ("emulation", "inference", "update")
-"""The parts of PPO on Atari."""
+REST = "calls and Python"
+"""All other time."""
 
-REST, TIMED_REST = "calls and Python", "copies and Python"
-"""All other time, beside KINDS and beside TIMED: of the latter also targets, statistics, log points."""
+OLD_PARTS = ("emulation", "inference", "update", "copies and Python")
+"""Those of PPO on Atari in older records."""
 
 COLUMNS = {
     **{"who": "program", "num_envs": "environments", "sps": "sps", "envpool_sps": "EnvPool alone", "kept": "kept"},
     **{"step_us": "step", "profiled_step_us": "step, profiled"},
-    **{part: part for part in (*KINDS, OTHER_KERNELS, REST, *TIMED, TIMED_REST)},
-    **{"mflop": "MFLOP", "floor_us": "floor of the products", "floors": "floors"},
+    **{part: part for part in (*KINDS, OTHER_KERNELS, REST, *OLD_PARTS)},
+    **{"mflop": "MFLOP", "floor_us": "floor of the products", "envs_us": "environments alone", "floors": "floors"},
 }
 """What a row may hold -> the column that shows it."""
 
 ALONE_SECONDS = 3.0
-"""for which EnvPool is timed"""
+"""for which the environments are timed"""
 
 LOOPBACK = 2e-4, 3.3e-10
 """Latency in seconds, and seconds a byte, between processes of a machine: as on that of doc/benchmarks/cleanba.md."""
 
 
 @dataclass
-class Args:
+class Args(common.OutArgs):
     words: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="SCRIPT[:MODE] ... -- FLAGS")] = ()
     """what is measured; MODE is eager, compile, cudagraphs, compile+one-graph ..."""
     steps: int = 1000
     """environment steps of which the parts are the mean; off-policy scripts take 1000 random ones before them,
     on-policy ones whole rollouts, of which a reference plays one before them"""
-    runs_dir: str = "runs"
-    """folder of the default --out"""
-    out: str | None = None
-    """folder for the results; by default RUNS_DIR/profile/TIME"""
 
     @property
     def scripts(self) -> tuple[str, ...]:
@@ -127,11 +118,9 @@ def main(args: Args) -> int:
 def contender_of(entry: str, flags: Sequence[str]) -> trials.Contender:
     """What runs for ``SCRIPT[:MODE]``, with flags of its own in ``entry``. UsageError unless it is one that can."""
     for words in (flags, entry.split()[1:]):
-        trials.check_script_args(words)
+        trials.check_flags(words)
     if entry.startswith(tuple(trials.DISTRIBUTED)):
         raise UsageError(f"{entry}: metrics.jsonl of a distributed run tells its parts already, as stats/")
-    if entry.startswith("pqn_atari"):
-        raise UsageError(f"{entry}: on Atari only PPO is taken apart")
     try:
         contender, *others = trials.contenders_of([entry], "scripts", trials.target_device(flags), flags)
     except UsageError as error:
@@ -175,64 +164,47 @@ def in_process(fn: Callable, *args):
 
 def take_apart(script: str, flags: Sequence[str], steps: int) -> dict:
     """All of a row but for its name."""
-    on_atari = "atari" in script
-    plain = watch(script, flags, steps, "seconds")
-    profiled = None if on_atari else watch(script, flags, steps, "kernels")
+    plain, profiled = (watch(script, flags, steps, how) for how in ("plainly", "profiled"))
     # In the eager mode, which shows all operations; few steps tell how many there are.
-    flops = watch(script, [*flags, *trials.flags_of(script, frozenset())], min(steps, 1000), "flops")["spent"]
-    args = plain["args"]
-    gflops = product_gflops(args, tf32=on_atari)
-    if profiled:
-        times = {"step_us": 1e6 / plain["sps"], "profiled_step_us": 1e6 / profiled["sps"]}
-        mflop = flops["all"] / 1e6
-        floor = {"mflop": mflop, "product_gflops": gflops, "floor_us": 1e3 * mflop / gflops}
-        return {**times, "parts_us": profiled["spent"], **floor}
-    alone = envpool_sps(args.env_id, args.num_envs)
-    floors = {"emulation": 1e6 / alone, **{part: flops[part] / 1e3 / gflops for part in TIMED[1:]}}
-    speeds = {"num_envs": args.num_envs, "envpool_sps": alone, "sps": plain["sps"]}
-    return {**speeds, "parts_us": plain["spent"], "floors_us": floors}
+    modes = {flag for mode in trials.MODES for flag in trials.flags_of(mode)}
+    counted = watch(script, [flag for flag in flags if flag not in modes], min(steps, 1000), "counted")
+    gflops = product_gflops(plain["args"], tf32=plain["on_images"])
+    return {
+        "num_envs": plain["args"].num_envs,
+        "step_us": 1e6 / plain["sps"],
+        "profiled_step_us": 1e6 / profiled["sps"],
+        "parts_us": profiled["parts_us"],
+        "mflop": counted["mflop"],
+        "product_gflops": gflops,
+        "floor_us": 1e3 * counted["mflop"] / gflops,
+        "envs_us": 1e6 / plain["envs_sps"],
+    }
 
 
-def watch(script: str, flags: Sequence[str], steps: int, what: str) -> dict:
+def watch(script: str, flags: Sequence[str], steps: int, how: str) -> dict:
     """Runs ``script`` and watches it from the last start of its clock to its end.
 
     Args:
-        what: ``seconds`` or ``flops`` of what it calls, or ``kernels``.
+        how: ``plainly``, ``profiled`` or with operations ``counted``.
 
     Returns:
-        its ``args``; ``sps``; and what of a step was ``spent`` on each part: microseconds, or operations.
+        its ``args``, whether its environments show ``on_images``, and ``sps``; ``envs_sps`` of these environments
+        alone; or of a step the ``parts_us``, microseconds by kind, or ``mflop``, the operations.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
     # Kineto's second session in a process may find no kernels where the first one has torn CUPTI down.
     os.environ.setdefault("TEARDOWN_CUPTI", "0")
-    watchers = {"seconds": nullcontext, "flops": partial(FlopCounterMode, display=False)}
-    watcher = watchers.get(what, torch.profiler.profile)()
-    module, on_atari = importlib.import_module(f"leanrl.{script}"), "atari" in script
-    off_policy = hasattr(module.Args, "learning_starts")
+    watchers = {"plainly": nullcontext, "profiled": torch.profiler.profile}
+    watcher = watchers[how]() if how in watchers else FlopCounterMode(display=False)
+    module = importlib.import_module(f"leanrl.{script}")
+    on_images, off_policy = hasattr(module, "make_atari_envs"), hasattr(module.Args, "learning_starts")
     args = tyro.cli(module.Args, args=["--learning-starts=1000", *flags] if off_policy else flags)
     batch_size = args.num_envs * getattr(args, "num_steps", 1)
     # Where the clock starts for the last time: a reference plays one rollout before.
     first_step = args.learning_starts if off_policy else 0 if hasattr(args, "compile") else batch_size
     args.total_timesteps = first_step + math.ceil(steps / batch_size) * batch_size
-    device = resolve_device(args)
-    session, spent, found = ExitStack(), Counter(), {}
-
-    def meter() -> float:
-        synchronize(device)
-        return watcher.get_total_flops() if what == "flops" else 1e6 * time.perf_counter()
-
-    def metered(part: str, fn: Callable) -> Callable:
-        def call(*args):
-            if not on_atari:
-                with torch.profiler.record_function(part):
-                    return fn(*args)
-            before = meter()
-            result = fn(*args)
-            spent[part] += meter() - before
-            return result
-
-        return call
+    session, found = ExitStack(), {"args": args, "on_images": on_images}
 
     class WatchedRun(Run):
         """A run that is watched while its clock runs."""
@@ -243,43 +215,42 @@ def watch(script: str, flags: Sequence[str], steps: int, what: str) -> dict:
             if self.global_step >= first_step:
                 session.enter_context(watcher)
             super().start_clock()
-            spent.clear()
 
         def finish(self, *args, **kwargs) -> dict:
             found.update(sps=self.sps(), steps=self.global_step - self._clock_start[1])
             session.close()
             return super().finish(*args, **kwargs)
 
+    def watched(step: Callable) -> Callable:
+        def call(*args):
+            with torch.profiler.record_function("env.step"):
+                return step(*args)
+
+        return call
+
     def make_watched_envs(*args, **kwargs):
         envs = make_envs(*args, **kwargs)
-        for name in ("send", "recv") if on_atari else ("step",):
-            setattr(envs, name, metered("emulation" if on_atari else "env.step", getattr(envs, name)))
+        for name in ("send", "recv") if hasattr(envs, "send") else ("step",):
+            setattr(envs, name, watched(getattr(envs, name)))
+        found["alone"] = lambda: sps_alone(make_envs(*args, **kwargs))
         return envs
 
-    name = "make_atari_envs" if on_atari else "make_envs"
+    name = "make_atari_envs" if on_images else "make_envs"
     make_envs = getattr(module, name)
-    changes = {"Run": WatchedRun, name: make_watched_envs}
-    if on_atari and hasattr(module, "make_executables"):
-        make_executables = module.make_executables
-        changes["make_executables"] = lambda *args: map(metered, TIMED[1:], make_executables(*args))
-    elif on_atari:
-        changes["policy_step"] = metered("inference", module.policy_step)
-        changes["train_epoch"] = metered("update", module.train_epoch)
     with ExitStack() as stack:
-        stack.enter_context(patch.multiple(module, **changes))
-        stack.enter_context(patch.dict(CPU_OPTIONS, {"cpp.enable_kernel_profile": True} if what == "kernels" else {}))
+        stack.enter_context(patch.multiple(module, **{"Run": WatchedRun, name: make_watched_envs}))
+        options = {"cpp.enable_kernel_profile": True} if how == "profiled" else {}
+        stack.enter_context(patch.dict(CPU_OPTIONS, options))
         stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         args.runs_dir, args.run_name = stack.enter_context(tempfile.TemporaryDirectory()), "run"
         module.main(args)
-    step_us = 1e6 / found["sps"]
-    if what == "flops":
-        spent["all"] = watcher.get_total_flops()
-    spent = {part: amount / found["steps"] for part, amount in spent.items()}
-    if what == "kernels":
-        spent = by_kind(watcher, found["steps"], step_us, device.type)
-    elif what == "seconds":
-        spent[TIMED_REST] = step_us - sum(spent.values())
-    return {"args": args, "sps": found["sps"], "spent": spent}
+    if how == "profiled":
+        found["parts_us"] = by_kind(watcher, found["steps"], 1e6 / found["sps"], resolve_device(args).type)
+    elif how == "counted":
+        found["mflop"] = watcher.get_total_flops() / found["steps"] / 1e6
+    else:
+        found["envs_sps"] = found["alone"]()
+    return found
 
 
 def by_kind(profile: torch.profiler.profile, steps: int, step_us: float, device_type: str) -> dict[str, float]:
@@ -292,7 +263,7 @@ def by_kind(profile: torch.profiler.profile, steps: int, step_us: float, device_
     parts = dict.fromkeys([*KINDS, OTHER_KERNELS] if on_gpu else KINDS, 0.0)
     for event in profile.key_averages():
         on_cpu = event.device_type == torch.autograd.DeviceType.CPU
-        kind = next((kind for kind, names in KINDS.items() if any(name in event.key for name in names)), None)
+        kind = next((kind for kind, names in KINDS.items() if any(name in event.key for name in names.split())), None)
         if kind == "environment":
             if on_cpu:  # its time is all that happens within it
                 parts[kind] += event.cpu_time_total / steps
@@ -328,26 +299,21 @@ def product_gflops(args, tf32: bool) -> float:
     return 2 * 2 * size**3 / seconds / 1e9
 
 
-def envpool_sps(env_id: str, num_envs: int) -> float:
-    """Steps per second of EnvPool alone, with random actions."""
-    envs = make_atari_envs(env_id, num_envs, seed=1)
-    actions = itertools.cycle(np.random.default_rng(0).integers(0, envs.single_action_space.n, (1000, num_envs)))
-    envs.reset()
-    for _ in range(20):
-        envs.step(next(actions))
-    steps, start = 0, time.perf_counter()
-    while time.perf_counter() < start + ALONE_SECONDS:
-        envs.step(next(actions))
-        steps += num_envs
-    return steps / (time.perf_counter() - start)
+def sps_alone(envs) -> float:
+    """Steps per second of environments alone, with random actions."""
+    with closing(envs):
+        actions = itertools.cycle([envs.action_space.sample() for _ in range(1000)])
+        envs.reset()
+        for _ in range(20):
+            envs.step(next(actions))
+        steps, start = 0, time.perf_counter()
+        while time.perf_counter() < start + ALONE_SECONDS:
+            envs.step(next(actions))
+            steps += envs.num_envs
+        return steps / (time.perf_counter() - start)
 
 
 # ------------------------------------------------------------------------------------------------------------ RESULTS
-
-
-def parts_of(rows: Sequence[dict]) -> list[str]:
-    """The parts that any row has, in the order of columns and bars."""
-    return [part for part in COLUMNS if any(part in row["parts_us"] for row in rows)]
 
 
 def render(record: dict) -> str:
@@ -355,45 +321,37 @@ def render(record: dict) -> str:
     rows = []
     for row in record["rows"]:
         rows.append({**row, **row["parts_us"]})
-        if "floors_us" in row:
+        if "floors_us" in row:  # an older record
             rows[-1]["kept"] = f"{row['sps'] / row['envpool_sps']:.0%}"
-            rows[-1]["floors"] = " + ".join(f"{row['floors_us'][part]:,.0f}" for part in TIMED)
+            rows[-1]["floors"] = " + ".join(f"{row['floors_us'][part]:,.0f}" for part in OLD_PARTS[:3])
     columns = [key for key in COLUMNS if any(key in row for row in rows)]
     cells = [[x if isinstance(x := row.get(key, "-"), str) else f"{x:,.0f}" for key in columns] for row in rows]
-    legend = "Microseconds of an environment step"
-    if "profiled_step_us" in columns:
-        legend += "; the parts are those of the profiled one"
-    if "floors" in columns:
-        legend += "; floors are those of emulation + inference + update"
-    return f"{common.markdown_table([COLUMNS[key] for key in columns], cells)}\n\n{legend}."
+    legend = "Microseconds of an environment step; the parts are those of the profiled one."
+    return f"{common.markdown_table([COLUMNS[key] for key in columns], cells)}\n\n{legend}"
 
 
 def draw(record: dict):
-    """A stacked bar a row, with what is known beside it: thinner, the floors of its parts; as lines, step and floor."""
+    """A stacked bar a row, and lines where the step that is not profiled and its floors end."""
     rows = record["rows"]
     figure = common.new_figure(11, 1.8 + 0.9 * len(rows))
     axes, handles = figure.subplots(), {}
-    colors = dict(zip(parts_of(rows), itertools.cycle(common.COLORS[1:])))
+    parts = [part for part in COLUMNS if any(part in row["parts_us"] for row in rows)]
     for i, row in enumerate(rows):
-        for values, suffix, y, look in (
-            (row["parts_us"], "", i, {"height": 0.36}),
-            (row.get("floors_us", {}), ", floor", i + 0.26, {"height": 0.12, "alpha": 0.5}),
-        ):
-            start = 0.0
-            for part in filter(values.get, colors):
-                handles[part + suffix] = axes.barh(y, values[part], left=start, color=colors[part], **look)
-                start += values[part]
-        name = row["who"] + (f", {row['num_envs']} environments" if "num_envs" in row else "")
-        axes.text(0, i - 0.25, name, va="bottom", fontsize=10)
-        for key, label, style in (("step_us", "step, not profiled", "-"), ("floor_us", "floor of the products", ":")):
+        start = 0.0
+        for part, color in zip(parts, itertools.cycle(common.COLORS[1:])):
+            if value := row["parts_us"].get(part):
+                handles[part] = axes.barh(i, value, left=start, height=0.36, color=color)
+                start += value
+        axes.text(0, i - 0.25, row["who"], va="bottom", fontsize=10)
+        lines = (("step_us", "step, not profiled", "-"), ("floor_us", "floor of the products", ":"))
+        for key, label, style in (*lines, ("envs_us", "environments alone", "--")):
             if key in row:
                 ends = [i - 0.26, i + 0.26]
                 (handles[label],) = axes.plot([row[key]] * 2, ends, color="black", linestyle=style)
     axes.set_ylim(len(rows) - 0.55, -0.75)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)  # the rows' names begin there
-    under = ", under the profiler" if any("profiled_step_us" in row for row in rows) else ""
-    axes.set_title(f"Microseconds of an environment step{under}", loc="left")
+    axes.set_title("Microseconds of an environment step", loc="left")
     common.clean(axes)
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False)
     return figure

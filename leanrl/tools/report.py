@@ -9,39 +9,38 @@ other), and, where the table has not all rows of the data, the values of a field
     <!-- report: off_policy/ablate_td3.json group=td3 -->
     <!-- end -->
 
-`headline` instead of data is the table on top of the README.
+Of learning curves `at=500000,1000000` gives the returns at these steps instead of the final ones, and of any table
+`"cell=median sps"` the first row's cell in that column, alone, within a sentence. `headline` instead of data is the
+table on top of the README.
 """
 
+# What ./run.sh installs for it, beside what everything needs:
+# requires: dev
+
+import ast
 import json
 import os
 import re
+import shlex
 import statistics
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from modulefinder import ModuleFinder
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
+
 from leanrl.support.errors import UsageError
-from leanrl.tools import ablate, compare, plan_layout, profile, reproduce
+from leanrl.tools import ablate, compare, plan_layout, plot, profile, reproduce, speedrun
+from leanrl.tools.ablate_rows import ROWS
 from leanrl.tools.common import describe_machine, markdown_table, run_tool
-from leanrl.tools.peers import PEERS
-from leanrl.tools.trials import REPOSITORY, SCRIPTS
+from leanrl.tools.trials import REPOSITORY, SCRIPTS, running_mean
 
 RESULTS = Path("doc", "benchmarks")
-MARKED = re.compile(r"<!-- report: (.+?) -->\n((?:(?!<!--).)*?)<!-- end -->", re.DOTALL)
-
-RENDER: dict[str, Callable[[dict], str]] = {
-    "ablate": lambda record: ablate.render(record["rows"]),
-    "compare": lambda record: compare.render_table(record["rows"], record["sweep"]),
-    **dict.fromkeys(("parts", "parts_atari", "profile"), profile.render),  # the first two are its former names
-    "plan_layout": lambda record: plan_layout.render(
-        [plan_layout.Prediction(**prediction) for prediction in record["predictions"]], record["measured"]
-    ),
-    "reproduce": lambda record: reproduce.render(record["rows"], SimpleNamespace(**record["args"])),
-}
-"""What makes text with tables of a record, by the tool that wrote it."""
+MARKED = re.compile(r"<!-- report: (.+?) -->((?:(?!<!--).)*?)<!-- end -->", re.DOTALL)
 
 HEADLINE = {
     "PPO, HalfCheetah": "ppo_continuous_action",
@@ -52,6 +51,9 @@ HEADLINE = {
 }
 """The lines of the README's table: what they are about, and the reference, which has a page and results of its name."""
 
+BOOKKEEPING = {"checkpoints", "cli", "errors", "evaluation", "hub", "run", "signals", "tracking"}
+"""Modules of leanrl/support that decide no speed."""
+
 
 @dataclass
 class Args:
@@ -60,37 +62,6 @@ class Args:
 
 
 # ------------------------------------------------------------------------------------------------------------- TABLES
-
-
-def render(marker: str, root: Path, page: Path) -> tuple[str, dict[str, dict]]:
-    """What stands below a marker, and the records that it is made of by their names in RESULTS.
-
-    Raises:
-        UsageError: there are no such results, or not of a tool in RENDER.
-    """
-    words = marker.split()
-    names = [word for word in words if "=" not in word]
-    if names == ["headline"]:
-        names = [f"{script}/peers.json" for script in HEADLINE.values()]
-    try:
-        records = [json.loads((root / RESULTS / name).read_text()) for name in names]
-        if words == ["headline"]:
-            text, sources = headline(records), ""
-        else:
-            text = RENDER[records[0]["tool"]](selected(records, [word.split("=") for word in words if "=" in word]))
-            links = (f"[{Path(name).name}]({os.path.relpath(root / RESULTS / name, page.parent)})" for name in names)
-            sources = f" on {describe_machine(records[0]['machine'])}: {', '.join(links)}"
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise UsageError(f"{page}: report: {marker}: {type(error).__name__}: {error}") from None
-    tables = "\n\n".join(block for block in text.split("\n\n") if block.startswith("|"))
-    commits = dict.fromkeys(short(commit) for record in records for commit in commits_of(record))
-    return f"{tables}\n\nMeasured at {', '.join(commits)}{sources}.\n", dict(zip(names, records, strict=True))
-
-
-def selected(records: list[dict], fields: list[list[str]]) -> dict:
-    """The first record, with the rows of all whose ``field`` is one of ``value,value``."""
-    rows = [row for record in records for row in record.get("rows", [])]
-    return records[0] | {"rows": [row for row in rows if all(row[key] in of.split(",") for key, of in fields)]}
 
 
 def headline(records: list[dict]) -> str:
@@ -108,13 +79,130 @@ def headline(records: list[dict]) -> str:
     return markdown_table(header, lines)
 
 
+def learning(record: dict) -> str:
+    """Final returns of learning curves, or the mean returns of the last 100 episodes at the steps ``record["at"]``."""
+    groups = plot.group_curves(record["curves"])
+    if "at" not in record:
+        return plot.finals_table(groups, with_speed=False)
+    steps = [int(step) for step in record["at"].split(",")]
+
+    def at(curve: plot.Curve, step: int) -> float:
+        return running_mean(curve["episodic_return"], curve["episodes"])[(curve["global_step"] <= step).sum() - 1]
+
+    rows = [
+        [*group, *(f"{statistics.fmean(at(curve, step) for curve in curves):,.1f}" for step in steps)]
+        for group, curves in groups.items()
+    ]
+    return markdown_table(["environment", "group", *(f"at {step / 1e6:g}M" for step in steps)], rows)
+
+
+def compile_times(record: dict) -> str:
+    """Seconds of warm-up in each round, from an empty cache of TorchInductor and from a full one."""
+    seconds: dict[str, dict[str, list[str]]] = {}
+    for run in record["runs"]:
+        summary = run["summary"]
+        label = f"{summary['script']} --compile" + " --amp bf16" * (summary.get("amp") == "bf16")
+        found = seconds.setdefault(label, {"cold": [], "warm": []})[run["cache"]]
+        found.append(f"{summary['warmup_seconds']:.1f}")
+    rows = [[label, *map(" ".join, found.values())] for label, found in seconds.items()]
+    return markdown_table(("program", "cold cache, seconds", "warm cache, seconds"), rows)
+
+
+def pairs(record: dict) -> str:
+    """Speeds before and after, and the median of the ratios within pairs, with its 95 % bootstrap interval."""
+    rows = []
+    for runs in record.values():
+        if isinstance(runs, dict) and "pairs" in runs:
+            before, after = ([pair[side]["sps"] for pair in runs["pairs"]] for side in ("before", "after"))
+            ratios = np.divide(after, before)
+            resamples = np.random.default_rng(0).choice(ratios, (10_000, len(ratios)))
+            low, high = np.percentile(np.median(resamples, 1), (2.5, 97.5))
+            speeds = [f"{statistics.median(speeds):,.0f}" for speeds in (before, after)]
+            ratio = f"{np.median(ratios):.2f} [{low:.2f}, {high:.2f}]"
+            rows.append([" ".join([runs["script"], *runs["flags"]]), f"{len(ratios)}", *speeds, ratio])
+    return markdown_table(("program", "pairs", "steps/s before", "after", "after / before [95 % interval]"), rows)
+
+
+RENDER: dict[str, Callable[[dict], str]] = {
+    "ablate": lambda record: ablate.render(record["rows"]),
+    "compare": lambda record: compare.render_table(record["rows"], record["sweep"]),
+    "compile_time": compile_times,
+    "pairs": pairs,
+    **dict.fromkeys(("parts", "parts_atari", "profile"), profile.render),  # the first two are its former names
+    "plan_layout": lambda record: plan_layout.render(
+        [plan_layout.Prediction(**prediction) for prediction in record["predictions"]], record["measured"]
+    ),
+    "plot": learning,
+    "reproduce": lambda record: reproduce.render(record["rows"], SimpleNamespace(**record["args"])),
+    "speedrun": speedrun.render_table,
+}
+"""What makes text with tables of a record, by the tool that wrote it."""
+
+
+def load(path: Path) -> dict:
+    """Results: the curves of a CSV, or a record, with the tool that wrote it; some are named after that instead."""
+    if path.suffix == ".csv":
+        return {"tool": "plot", "curves": plot.read_csv(path)}
+    return {"tool": path.stem, **json.loads(path.read_text())}
+
+
+def render(marker: str, root: Path, page: Path) -> tuple[str, dict[str, dict]]:
+    """What stands below a marker, and the records that it is made of by their names in RESULTS.
+
+    Raises:
+        UsageError: there are no such results, or not of a tool in RENDER.
+    """
+    words = shlex.split(marker)
+    names = [word for word in words if "=" not in word]
+    if names == ["headline"]:
+        names = [f"{script}/peers.json" for script in HEADLINE.values()]
+    fields = dict(word.split("=", 1) for word in words if "=" in word)
+    column = fields.pop("cell", None)
+    try:
+        records = [load(root / RESULTS / name) for name in names]
+        is_headline = words == ["headline"]
+        text = headline(records) if is_headline else RENDER[records[0]["tool"]](selected(records, fields))
+        tables = [block for block in text.split("\n\n") if block.startswith("|")]
+        if column is not None:
+            header, _, first, *_ = ([cell.strip() for cell in line.split("|")] for line in tables[0].splitlines())
+            return first[header.index(column)], {}
+        commits = dict.fromkeys(short(commit) for record in records for commit in commits_of(record))
+        source = f"Measured at {', '.join(commits)}" if commits else "Raw curves"
+        if not is_headline:
+            links = (f"[{Path(name).name}]({os.path.relpath(root / RESULTS / name, page.parent)})" for name in names)
+            source = f"{source}{machine_of(records[0])}: {', '.join(links)}"
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UsageError(f"{page}: report: {marker}: {type(error).__name__}: {error}") from None
+    text = "\n\n".join([*tables, source])
+    return f"\n{text}.\n", dict(zip(names, records, strict=True))
+
+
+def machine_of(record: dict) -> str:
+    """`` on a machine``, where the record tells of it."""
+    machine = record.get("machine", "")
+    return f" on {machine if isinstance(machine, str) else describe_machine(machine)}" if machine else ""
+
+
+def selected(records: list[dict], fields: dict[str, str]) -> dict:
+    """The first record, with the curves of all and the rows of all whose ``field`` is one of ``value,value``."""
+    rows = [row for record in records for row in record.get("rows", [])]
+    curves = [curve for record in records for curve in record.get("curves", [])]
+    if curves:
+        return {"curves": curves, **fields}
+    chosen = [row for row in rows if all(row[key] in of.split(",") for key, of in fields.items())]
+    return records[0] | {"rows": chosen}
+
+
 # ------------------------------------------------------------------------------------------------------------ COMMITS
 
 
 def commits_of(record: dict) -> list[str]:
-    """The commits that a record's runs were of, or the tool itself."""
-    runs = [run["args"]["git_commit"] for run in record.get("runs", []) if run["args"]]
-    return list(dict.fromkeys(runs or [record["machine"]["git_commit"]]))
+    """The commits that a record's runs were of, or the tool itself; of curves none is known."""
+    if record["tool"] == "pairs":
+        return [record["before"], *dict.fromkeys(runs["after"] for runs in record.values() if isinstance(runs, dict))]
+    runs = [run["args"]["git_commit"] for run in record.get("runs", []) if run.get("args")]
+    known = [record.get("git_commit"), record.get("machine", {}).get("git_commit")]
+    return list(dict.fromkeys(runs or filter(None, known)))
 
 
 def short(commit: str) -> str:
@@ -122,24 +210,44 @@ def short(commit: str) -> str:
     return commit[:7] + "-dirty" * commit.endswith("-dirty")
 
 
-def code_behind(record: dict) -> list[str]:
-    """The files that decide what was measured: the scripts that were run, or the tool, and what they import."""
-    labels = [row.get("label") or row.get("who") or row.get("script") for row in record.get("rows", [])]
-    names = {label.partition(" ")[0] for label in labels if label}
-    scripts = [SCRIPTS / f"{PEERS[name].script if name in PEERS else name}.py" for name in sorted(names)]
-    files = set()
-    for script in filter(Path.exists, scripts or [SCRIPTS / "tools" / f"{record['tool']}.py"]):
-        finder = ModuleFinder([str(REPOSITORY)])
-        finder.run_script(str(script))
-        files |= {module.__file__ for module in finder.modules.values() if module.__file__}
-    return sorted(files)
+def git(*words: str) -> str | None:
+    """What git prints; None where it fails."""
+    call = subprocess.run(["git", "-C", str(REPOSITORY), *words], capture_output=True, text=True)
+    return call.stdout if call.returncode == 0 else None
 
 
-def later_changes(record: dict) -> list[str]:
-    """The commits since a record's that changed the code behind it, the last first; none where git knows nothing."""
-    git = ["git", "-C", str(REPOSITORY), "log", "--format=%h"]
-    since = f"{commits_of(record)[0].removesuffix('-dirty')}..HEAD"
-    return subprocess.run([*git, since, "--", *code_behind(record)], capture_output=True, text=True).stdout.split()
+@cache
+def code_at(commit: str, path: str) -> str | None:
+    """A file at a commit without comments, docstrings and layout; None where it was not there."""
+    if (text := git("show", f"{commit}:{path}")) is None:
+        return None
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(body := getattr(node, "body", None), list):
+            is_text = [isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant) for x in body]
+            node.body = [x for x, skip in zip(body, is_text, strict=True) if not skip]
+    return ast.dump(tree)
+
+
+@cache
+def files_behind(script: str) -> set[str]:
+    """The files that decide a script's speed: itself, and what it imports, but for BOOKKEEPING."""
+    finder = ModuleFinder([str(REPOSITORY)], excludes=[f"leanrl.support.{name}" for name in BOOKKEEPING])
+    finder.run_script(str(SCRIPTS / f"{script}.py"))
+    files = filter(None, (module.__file__ for module in finder.modules.values()))
+    return {str(Path(file).relative_to(REPOSITORY)) for file in files}
+
+
+def changed_since(record: dict) -> list[str]:
+    """The files behind a record whose code is not what it was when that was measured; none where git knows nothing."""
+    commit = commits_of(record)[-1].removesuffix("-dirty")
+    words = set(re.findall(r"\w+", json.dumps(record)))
+    groups = {row.get("group") for row in record.get("rows", [])}
+    scripts = {path.stem for path in SCRIPTS.glob("[!_]*.py")} & (words | {r.script for r in ROWS if r.group in groups})
+    if git("cat-file", "-e", commit) is None:
+        return []
+    files = set().union(*map(files_behind, scripts))
+    return sorted(file for file in files if code_at(commit, file) != code_at("HEAD", file))
 
 
 # --------------------------------------------------------------------------------------------------------------- MAIN
@@ -158,14 +266,13 @@ def main(args: Args, root: Path = REPOSITORY) -> int:
             used |= records
             if now != before:
                 differences.append(f"{page.relative_to(root)}: {marker}")
-                text = text.replace(f"{marker} -->\n{before}<!-- end -->", f"{marker} -->\n{now}<!-- end -->")
+                text = text.replace(f"{marker} -->{before}<!-- end -->", f"{marker} -->{now}<!-- end -->")
         if not args.check:
             page.write_text(text)
-    if args.check:
-        for name, record in used.items():
-            if changes := later_changes(record):
-                commit, count = short(commits_of(record)[0]), len(changes)
-                print(f"{name}: measured at {commit}; {count} commits changed its code since, the last {changes[0]}")
+    for name, record in used.items() if args.check else ():
+        if commits_of(record) and (files := changed_since(record)):
+            changed = ", ".join(sorted({Path(file).stem for file in files}))
+            print(f"{name}: measured at {short(commits_of(record)[-1])}; changed since: {changed}")
     for difference in differences:
         print(f"{difference}: {'differs from its data' if args.check else 'rewritten'}")
     return 1 if args.check and differences else 0

@@ -22,8 +22,7 @@ from torch.utils._pytree import tree_flatten_with_path
 from leanrl.sebulba.layout import parse_layout
 from leanrl.support.checkpoints import load_last_checkpoint
 from leanrl.support.errors import bad, require_at_least
-from leanrl.support.run import write_json_atomically
-from leanrl.tools.common import benchmark_record, describe_machine, markdown_table, results_folder, run_tool
+from leanrl.tools import common
 from leanrl.tools.trials import DISTRIBUTED, SCRIPTS, Contender, require_distinct, require_valid, run_groups
 
 LAYOUTS = ("a0-l0-d1", "a0-l0,1-d1", "a0-l1-d1", "a0-l1,2-d1", "a0-l0-d2")
@@ -33,7 +32,7 @@ TOLERANCE = 1e-5
 
 
 @dataclass
-class Args:
+class Args(common.OutArgs):
     scripts: tuple[str, ...] = ("cleanba_ppo", "cleanba_impala")
     """distributed scripts"""
     layouts: tuple[str, ...] = LAYOUTS
@@ -52,10 +51,6 @@ class Args:
     """updates of a run"""
     seed: int = 1
     """seed of every run"""
-    runs_dir: str = "runs"
-    """folder of the default --out"""
-    out: str | None = None
-    """folder for the results and the run directories; by default RUNS_DIR/reproduce/TIME"""
 
 
 @dataclass(frozen=True)
@@ -166,7 +161,7 @@ def render(rows: Sequence[dict], args: Args) -> str:
         "tensor of the last checkpoint is, bit for bit, with --exact-reduction. Difference: the largest between two "
         f"parameters after one update without it; within: of {TOLERANCE:g}. Repeats: two runs without it are equal."
     )
-    return f"{markdown_table(header, cells)}\n\n{legend}"
+    return f"{common.markdown_table(header, cells)}\n\n{legend}"
 
 
 def main(args: Args) -> int:
@@ -183,18 +178,16 @@ def main(args: Args) -> int:
     for run, contender in zip(runs, contenders, strict=True):
         *_, num_groups = parse_layout(run.layout)
         require_valid(contender, num_groups)
-    out = results_folder(args, "reproduce")
+    out = common.results_folder(args, "reproduce")
     rows = []
     for script in args.scripts:
         for lag in args.lags:
             rows += compare_script(script, lag, args, out / "runs")
-    record = {**benchmark_record("reproduce", torch.device("cpu")), "args": asdict(args), "rows": rows}
-    text = f"{describe_machine(record['machine'])}\n\n{render(rows, args)}"
-    write_json_atomically(out / "reproduce.json", record)
-    (out / "table.md").write_text(text + "\n")
-    print(f"\n{text}\n\nJSON: {out / 'reproduce.json'}")
+    record = {**common.benchmark_record("reproduce", torch.device("cpu")), "args": asdict(args), "rows": rows}
+    text = f"{common.describe_machine(record['machine'])}\n\n{render(rows, args)}"
+    common.write_results(out, "reproduce", record, text)
     return 0 if all(row["equal"] and row["close"] and row.get("repeatable", True) for row in rows) else 1
 
 
 if __name__ == "__main__":
-    run_tool(main, Args)
+    common.run_tool(main, Args)

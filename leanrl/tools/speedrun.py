@@ -31,33 +31,9 @@ import torch
 import tyro
 from tqdm import tqdm
 
-from leanrl.support.errors import UsageError, bad
+from leanrl.support.errors import bad
 from leanrl.support.evaluation import play
-from leanrl.tools.common import (
-    COLORS,
-    benchmark_record,
-    clean,
-    describe_machine,
-    markdown_table,
-    new_figure,
-    plural,
-    results_folder,
-    run_tool,
-    write_results,
-)
-from leanrl.tools.trials import (
-    RESERVED_FLAGS,
-    Contender,
-    Deadline,
-    Trial,
-    bare,
-    contenders_of,
-    peer_of,
-    require_distinct,
-    require_valid,
-    run_trial,
-    target_device,
-)
+from leanrl.tools import common, trials
 
 EPISODES = 10
 """of each snapshot's evaluation"""
@@ -65,7 +41,7 @@ SNAPSHOTS = 20
 """within the expected time"""
 PATIENCE = 3
 """times the expected time, after which a run is stopped"""
-OWN_FLAGS = {*RESERVED_FLAGS, "--env-id", "--max-seconds", "--snapshot-seconds"} - {"--total-timesteps"}
+OWN_FLAGS = {*trials.RESERVED_FLAGS, "--env-id", "--max-seconds", "--snapshot-seconds"} - {"--total-timesteps"}
 """Flags of the scripts that this tool sets; how many steps a schedule goes over is a contender's own choice."""
 
 
@@ -93,7 +69,7 @@ TASKS = {
 
 
 @dataclass
-class Args:
+class Args(common.OutArgs):
     task: tyro.conf.Positional[str]
     """cartpole, cheetah5k, cheetah10k, hopper, pong or breakout"""
     contenders: tuple[str, ...] = ()
@@ -102,76 +78,65 @@ class Args:
     """every contender runs once with each"""
     cache: Literal["cold", "warm", "both"] = "both"
     """TorchInductor's cache at the start of a run"""
-    runs_dir: str = "runs"
-    """folder of the default --out"""
-    out: str | None = None
-    """folder for the results and the run directories; by default RUNS_DIR/speedrun/TIME"""
     script_args: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="-- FLAGS")] = ()
     """flags for every contender"""
 
 
 def main(args: Args) -> int:
-    require_distinct(args, "seeds")
+    trials.require_distinct(args, "seeds")
     if args.task not in TASKS:
         raise bad("task", args.task, f"no such task; there are {', '.join(TASKS)}")
     contenders = chosen(task := TASKS[args.task], args)
-    out = results_folder(args, "speedrun")
+    out = common.results_folder(args, "speedrun")
     caches = ("cold", "warm") if args.cache == "both" else (args.cache,)
     # One observation at a time is no work for two threads.
     torch.set_num_threads(1)
-    order = []
-    for i, seed in enumerate(args.seeds):
-        order += itertools.product([seed], caches, contenders[::-1] if i % 2 else contenders)
+    rounds = trials.rounds_of(contenders, args.seeds)
+    order = [(seed, cache, contender) for seed, group in rounds for cache in caches for contender in group]
     runs = []
     try:
         for position, (seed, cache, contender) in enumerate(order, start=1):
             print(f"[{position}/{len(order)}] {contender.label}, seed {seed}, {cache} cache", flush=True)
             with tempfile.TemporaryDirectory() as folder:
+                variables = {"TORCHINDUCTOR_CACHE_DIR": folder}
                 if cache == "warm":
                     short = replace(contender, command=(*contender.command, "--max-seconds=1"))
-                    run_with_cache(folder, short, seed, out / "runs" / "filling")
-                runs.append({"cache": cache, **timed(task, folder, contender, seed, out / "runs" / cache)})
+                    trials.run_trial(short, seed, out / "runs" / "filling", variables=variables)
+                runs.append({"cache": cache, **timed(task, variables, contender, seed, out / "runs" / cache)})
     except KeyboardInterrupt:
         if not runs:
             raise
         print("\ninterrupted: the results of the runs so far", file=sys.stderr, flush=True)
-    device = target_device(args.script_args)
-    record = benchmark_record("speedrun", device) | {"task": args.task, **task._asdict(), "runs": runs}
-    write_results(out, "speedrun", record, f"{title(record)}\n\n{render_table(record)}", draw(record))
+    device = trials.target_device(args.script_args)
+    record = common.benchmark_record("speedrun", device) | {"task": args.task, **task._asdict(), "runs": runs}
+    common.write_results(out, "speedrun", record, f"{title(record)}\n\n{render_table(record)}", draw(record))
     return 130 if len(runs) < len(order) else int(any(run["failure"] for run in runs))
 
 
-def chosen(task: Task, args: Args) -> list[Contender]:
+def chosen(task: Task, args: Args) -> list[trials.Contender]:
     """The holder of the task's record and ``--contenders``, with the flags of all. UsageError for what cannot run."""
     entries = [task.holder, *args.contenders]
-    for word in itertools.chain(args.script_args, *(entry.split()[1:] for entry in entries)):
-        if bare(word) in OWN_FLAGS:
-            raise UsageError(f"{word}: is set by this tool itself, see --help")
+    for words in (args.script_args, *(entry.split()[1:] for entry in entries)):
+        trials.check_flags(words, OWN_FLAGS)
+    device = trials.target_device(args.script_args)
     flags = [f"--env-id={task.env_id}", "--checkpoint-every=None", f"--snapshot-seconds={task.seconds / SNAPSHOTS}"]
-    contenders = contenders_of(entries, "contenders", target_device(args.script_args), [*flags, *args.script_args])
+    contenders = trials.contenders_of(entries, "contenders", device, [*flags, *args.script_args])
     for contender in contenders:
-        if peer_of(contender.label):
+        if trials.peer_of(contender.label):
             raise bad("contenders", contender.label, "keeps no snapshots")
-        require_valid(contender)
+        trials.require_valid(contender)
     return contenders
 
 
 # ----------------------------------------------------------------------------------------------------------- MEASURING
 
 
-def run_with_cache(cache: str, *words) -> Trial:
-    """``run_trial`` with the folder ``cache`` as compile cache. SystemExit for bad input, which it reported."""
-    trial = run_trial(*words, variables={"TORCHINDUCTOR_CACHE_DIR": cache})
-    if trial.exit_code == 2:
-        raise SystemExit(2)
-    return trial
-
-
-def timed(task: Task, cache: str, contender: Contender, seed: int, runs_dir: Path) -> dict:
+def timed(task: Task, variables: dict[str, str], contender: trials.Contender, seed: int, runs_dir: Path) -> dict:
     """One run and what its snapshots score, as a dictionary for the JSON; all times in seconds since its start."""
     limit = PATIENCE * task.seconds
     start = time.time()
-    trial = run_with_cache(cache, contender, seed, runs_dir, Deadline.within(limit))
+    deadline = trials.Deadline.within(limit)
+    trial = trials.run_trial(contender, seed, runs_dir, deadline, variables=variables)
     ended = time.time() - start
     failure = None if trial.was_cut_off else trial.failure
     snapshots = [] if failure else evaluate(Path(trial.run_dir), start, limit, task.target)
@@ -240,21 +205,21 @@ def render_table(record: dict) -> str:
         by_time = sorted(own.values(), key=lambda run: (until(run), run["ended"]))
         middle = minutes(by_time[len(own) // 2]) if own else "-"
         rows.append((label, cache, ", ".join(map(minutes, own.values())), middle, ratio))
-    each = f"minutes of {plural('seed', list(seeds))}"
-    table = markdown_table(("program", "cache", each, "median", "vs holder"), rows)
+    each = f"minutes of {common.plural('seed', list(seeds))}"
+    table = common.markdown_table(("program", "cache", each, "median", "vs holder"), rows)
     return f"{table}\n\nvs holder (the first): how many times as fast, the median of the ratios within a seed."
 
 
 def title(record: dict) -> str:
     """What was to be learned, and on what machine."""
-    return f"{record['env_id']} to {record['target']:,}, {describe_machine(record['machine'])}"
+    return f"{record['env_id']} to {record['target']:,}, {common.describe_machine(record['machine'])}"
 
 
 def draw(record: dict):
     """The figure: evaluated return against wall clock, a line a run, one panel a cache."""
     caches = list(dict.fromkeys(run["cache"] for run in record["runs"]))
-    colors = dict(zip(dict.fromkeys(run["label"] for run in record["runs"]), itertools.cycle(COLORS[1:])))
-    figure = new_figure(7 * len(caches) + 1, 5)
+    colors = dict(zip(dict.fromkeys(run["label"] for run in record["runs"]), itertools.cycle(common.COLORS[1:])))
+    figure = common.new_figure(7 * len(caches) + 1, 5)
     panels = figure.subplots(1, len(caches), squeeze=False, sharex=True, sharey=True)[0]
     for axes, cache in zip(panels, caches, strict=True):
         for run in (run for run in record["runs"] if run["cache"] == cache):
@@ -264,7 +229,7 @@ def draw(record: dict):
         axes.set_title(f"Mean return of {EPISODES} episodes, {cache} cache", loc="left")
         axes.set_xlabel("seconds of wall clock since the process started")
         axes.set_xlim(left=0)
-        clean(axes)
+        common.clean(axes)
     figure.suptitle(title(record), fontsize=11)
     lines = [axes.plot([], [], color=color, label=label)[0] for label, color in colors.items()]
     figure.legend(handles=lines, loc="outside lower center", frameon=False)
@@ -272,4 +237,4 @@ def draw(record: dict):
 
 
 if __name__ == "__main__":
-    run_tool(main, Args)
+    common.run_tool(main, Args)

@@ -4,7 +4,6 @@ import dataclasses
 import importlib
 import importlib.util
 import io
-import itertools
 import json
 import os
 import random
@@ -14,12 +13,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import torch
 import tyro
 
@@ -34,15 +34,12 @@ SCRIPTS = Path(__file__).parents[1]
 REPOSITORY = SCRIPTS.parent
 DISTRIBUTED = sorted(path.stem for path in SCRIPTS.glob("cleanba_*.py"))
 
-LEVERS = ("compile", "cudagraphs", "one-graph")
-"""What a mode switches on; the mode with none of them is ``eager``."""
-
 MODES = ("eager", "compile", "cudagraphs", "compile+cudagraphs", "one-graph", "compile+one-graph")
-"""All that there are, plainest first; no script has more."""
+"""All that there are, plainest first: what they switch on. No script has more."""
 
 RESERVED_FLAGS = (
     *("--total-timesteps", "--seed", "--run-name", "--runs-dir", "--resume"),
-    *(f"--{lever}" for lever in LEVERS),
+    *("--compile", "--cudagraphs", "--one-graph"),
 )
 """Flags of the scripts that a tool sets."""
 
@@ -93,8 +90,7 @@ class Trial:
     seed: int
     command: list[str]
     run_dir: str
-    exit_code: int | None
-    """None where it was not run to its end, because of Ctrl-C"""
+    exit_code: int
     summary: dict = field(default_factory=dict)
     args: dict = field(default_factory=dict)
     metrics: list[dict] = field(default_factory=list)
@@ -114,8 +110,6 @@ class Trial:
     @property
     def failure(self) -> str | None:
         """Why this trial does not count, None where it does."""
-        if self.exit_code is None:
-            return "not run"
         if self.exit_code:
             return f"exit {self.exit_code}" if self.exit_code > 0 else f"signal {-self.exit_code}"
         if not self.summary:
@@ -137,75 +131,47 @@ def peer_of(label: str) -> str | None:
     return name if name in PEERS else None
 
 
-def levers_of(mode: str) -> frozenset[str]:
-    """What one of MODES switches on."""
-    return frozenset(mode.split("+")) - {"eager"}
+def flags_of(mode: str) -> list[str]:
+    """What one of MODES adds to a script's command line."""
+    return [f"--{word}" for word in mode.split("+") if word != "eager"]
 
 
 def modes_of(script: str) -> list[str]:
     """Those of MODES that a script has the flags for, plainest first: a reference is ``eager`` alone."""
-    fields = {field.name for field in dataclasses.fields(importlib.import_module(f"leanrl.{script}").Args)}
-    return [mode for mode in MODES if {lever.replace("-", "_") for lever in levers_of(mode)} <= fields]
+    known = {
+        field.name.replace("_", "-") for field in dataclasses.fields(importlib.import_module(f"leanrl.{script}").Args)
+    }
+    return [mode for mode in MODES if {flag.removeprefix("--") for flag in flags_of(mode)} <= known]
 
 
-def flags_of(script: str, levers: frozenset[str]) -> list[str]:
-    """The flags of a mode, whatever is the default of ``script``."""
-    known = frozenset().union(*map(levers_of, modes_of(script)))
-    if "one-graph" in levers:  # implies this one
-        known -= {"cudagraphs"}
-    return [f"--{lever}" if lever in levers else f"--no-{lever}" for lever in LEVERS if lever in known]
-
-
-def parse_entry(entry: str, name: str) -> tuple[str, frozenset[str] | None]:
-    """``SCRIPT[:MODE]`` -> the script, and the levers that MODE switches on (None without MODE).
+def parse_entry(entry: str, name: str) -> tuple[str, list[str]]:
+    """``SCRIPT[:MODE]`` -> the script, and that mode or all that it has.
 
     Args:
         entry: what was typed.
         name: of the tool's field that it was typed for.
 
     Raises:
-        UsageError: no such script or mode, or a mode for a script that has none.
+        UsageError: no such script or mode.
     """
     script, colon, mode = entry.partition(":")
     known = sorted(path.stem for path in SCRIPTS.glob("[!_]*.py"))
-    sibling = f"{script.removesuffix('_onegraph')}_torchcompile"
-    if script not in known and script.endswith("_onegraph") and sibling in known:
-        raise bad(name, entry, f"is a mode now: {sibling}:one-graph or {sibling}:compile+one-graph")
     if script not in known:
         raise bad(name, entry, f"no such script{near_names(script, known) or '; there are ' + ', '.join(known)}")
-    if not colon:
-        return script, None
     modes = modes_of(script)
-    # In any order.
-    (found,) = [m for m in modes if sorted(m.split("+")) == sorted(mode.split("+"))] or [None]
-    if found is None:
-        fast = f"{script}_torchcompile"
-        if fast in known and mode in modes_of(fast):
-            raise bad(name, entry, f"an eager reference has no such mode; try {fast}:{mode}")
+    if colon and mode not in modes:
         raise bad(name, entry, f"no such mode; there are {', '.join(modes)}")
-    return script, levers_of(found)
+    return script, [mode] if colon else modes
 
 
-def lack(levers: frozenset[str], device: torch.device) -> str | None:
+def lack(mode: str, device: torch.device) -> str | None:
     """Why this machine cannot run in that mode on ``device``, with the remedy; None where it can."""
+    levers = {flag.removeprefix("--").replace("-", "_"): True for flag in flags_of(mode)}
     try:
-        resolve_device(
-            SimpleNamespace(device=str(device), **{lever.replace("-", "_"): lever in levers for lever in LEVERS})
-        )
+        resolve_device(SimpleNamespace(device=str(device), **levers))
     except UsageError as error:
         return str(error)
     return None
-
-
-def modes_here(script: str, device: torch.device) -> list[frozenset[str]]:
-    """Every mode of ``script`` that this machine has, plainest first; a missing compiler is reported in one line."""
-    modes = [levers_of(mode) for mode in modes_of(script)]
-    if device.type != "cuda":
-        modes = [mode for mode in modes if mode <= {"compile"}]
-    if len(modes) > 1 and (reason := lack(frozenset({"compile"}), device)):
-        print(f"leaving out {script} --compile: {reason}", flush=True)
-        modes = [mode for mode in modes if "compile" not in mode]
-    return modes
 
 
 def target_device(script_args: Sequence[str]) -> torch.device:
@@ -237,13 +203,16 @@ def contenders_of(
             command = (sys.executable, "-m", "leanrl.tools.peers", who, *flags, *own)
             contenders.append(Contender(" ".join([who, *own]), command))
             continue
-        script, levers = parse_entry(who, name)
-        if levers is not None and (reason := lack(levers, device)):
-            raise bad(name, entry, reason)
-        for mode in modes_here(script, device) if levers is None else [levers]:
-            label = " ".join([script, *(f"--{lever}" for lever in LEVERS if lever in mode), *own])
-            command = (str(SCRIPTS / f"{script}.py"), *flags_of(script, mode), *flags, *own)
-            contenders.append(Contender(label, (sys.executable, *command)))
+        script, modes = parse_entry(who, name)
+        for mode in modes:
+            if reason := lack(mode, device):
+                if modes == [mode]:
+                    raise bad(name, entry, reason)
+                if mode == "compile":  # that a machine has no GPU need not be told
+                    print(f"leaving out {script}:{mode}: {reason}", flush=True)
+                continue
+            command = (sys.executable, str(SCRIPTS / f"{script}.py"), *flags_of(mode), *flags, *own)
+            contenders.append(Contender(" ".join([script, *flags_of(mode), *own]), command))
     labels = [contender.label for contender in contenders]
     for label in labels:
         if labels.count(label) > 1:
@@ -259,14 +228,12 @@ def require_peer(who: str, name: str) -> None:
         raise bad(name, who, f"{PEERS[who].module} is not installed; {install(PEERS[who])}")
 
 
-def check_script_args(script_args: Sequence[str], reserved: Sequence[str] = ()) -> None:
-    """UsageError where flags for scripts are none, or RESERVED_FLAGS or ``reserved``, which the tool sets."""
-    if script_args and not script_args[0].startswith("-"):
-        raise UsageError(
-            f"{script_args[0]}: not a flag; name scripts after a flag of this tool, and their flags after --"
-        )
-    for word in script_args:
-        if bare(word) in (*RESERVED_FLAGS, *reserved):
+def check_flags(words: Sequence[str], reserved: Sequence[str] = RESERVED_FLAGS) -> None:
+    """UsageError where flags for scripts are none, or ``reserved``, which the tool sets."""
+    if words and not words[0].startswith("-"):
+        raise UsageError(f"{words[0]}: not a flag; name scripts after a flag of this tool, and their flags after --")
+    for word in words:
+        if bare(word) in reserved:
             raise UsageError(f"{word}: is set by this tool itself, see --help")
 
 
@@ -314,43 +281,35 @@ def require_valid(contender: Contender, num_groups: int = 1) -> None:
         plan(peer, args)
 
 
+def rounds_of(contenders: Sequence[Contender], seeds: Sequence[int]) -> Iterator[tuple[int, Sequence[Contender]]]:
+    """A B C, then C B A, ... so that a machine that slows down favours none of them; with the seed of each round."""
+    for i, seed in enumerate(seeds):
+        yield seed, contenders[:: -1 if i % 2 else 1]
+
+
 def run_trials(contenders: Sequence[Contender], seeds: Sequence[int], runs_dir: Path) -> list[Trial]:
     """Runs every contender with every seed, one at a time, on this terminal; a failed one does not stop the others.
 
-    Ctrl-C does, and keeps what was measured before it: the trials left over are marked as not run.
+    Ctrl-C does, and keeps what was measured before it.
 
     Raises:
         SystemExit: with code 2, where a run ends with that code: bad input, which it has reported in one line.
         KeyboardInterrupt: by Ctrl-C in the first run.
     """
     trials = []
-    # A B C, then C B A, ... so that a machine that slows down favours none of them.
-    order = [(c, seed) for i, seed in enumerate(seeds) for c in (contenders[::-1] if i % 2 else contenders)]
+    order = [(contender, seed) for seed, group in rounds_of(contenders, seeds) for contender in group]
     for position, (contender, seed) in enumerate(order, start=1):
         print(f"[{position}/{len(order)}] {contender.label}, seed {seed}", flush=True)
         try:
-            trial = run_trial(contender, seed, runs_dir)
+            trials.append(trial := run_trial(contender, seed, runs_dir))
         except KeyboardInterrupt:
             if not trials:
                 raise
             print("\ninterrupted: the results of the runs so far", file=sys.stderr, flush=True)
-            return trials + [
-                Trial(left.label, seed, [*left.command], run_dir="", exit_code=None)
-                for left, seed in order[position - 1 :]
-            ]
-        if trial.exit_code == 2:
-            raise SystemExit(2)
+            break
         if trial.failure:
             print(f"{trial.label}, seed {seed}: failed ({trial.failure})", file=sys.stderr, flush=True)
-        trials.append(trial)
     return trials
-
-
-def exit_code(trials: Sequence[Trial]) -> int:
-    """With which a tool ends after these trials: 130 where Ctrl-C left some over, 1 where one failed, 0 otherwise."""
-    if any(trial.exit_code is None for trial in trials):
-        return 130
-    return 1 if any(trial.failure for trial in trials) else 0
 
 
 def run_trial(
@@ -361,13 +320,19 @@ def run_trial(
     output: Path | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> Trial:
-    """Runs one contender to its end, in a run directory of its own, and reads that; the rest as ``run_child``."""
+    """Runs one contender to its end, in a run directory of its own, and reads that; the rest as ``run_child``.
+
+    Raises:
+        SystemExit: with code 2, where the run ends with that code: bad input, which it has reported in one line.
+    """
     name = re.sub(r"[^A-Za-z0-9]+", "_", contender.label).strip("_")
     # With the time, so that a second call may use the same folder.
     run_name = f"{name}__seed{seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     flags = ["--seed", str(seed), "--run-name", run_name, "--runs-dir", str(runs_dir)]
     trial = Trial(contender.label, seed, [*contender.command, *flags], str(runs_dir / run_name), exit_code=0)
     trial.exit_code, trial.peak_memory_mb = run_child(trial.command, deadline, output, variables)
+    if trial.exit_code == 2 and output is None:
+        raise SystemExit(2)
     trial.read()
     return trial
 
@@ -455,25 +420,17 @@ def peak_memory_mb(pid: int) -> float | None:
     end: that is at least what this process holds, which the child had before its exec, and counts the compilers that
     the child has waited for.
     """
-    folder = Path(f"/proc/{pid}")
+
+    def read(process: int | str, name: str) -> str:
+        return Path("/proc", str(process), name).read_text(errors="replace")
+
     peak = 0.0
-    with suppress(OSError):  # not every system lists the children, and they may end meanwhile
-        peak, flags = own_peak_memory(folder), command_of(folder)[2:]
-        for child in (folder / "task" / str(pid) / "children").read_text().split():
-            if command_of(Path("/proc", child))[2:] == flags:
-                peak += own_peak_memory(Path("/proc", child))
+    with suppress(OSError, TypeError):  # not every system has these files, and processes end meanwhile
+        flags = read(pid, "cmdline").split("\0")[2:]
+        for process in (pid, *read(pid, f"task/{pid}/children").split()):
+            if read(process, "cmdline").split("\0")[2:] == flags:
+                peak += int(re.search(r"VmHWM:\s+(\d+) kB", read(process, "status"))[1]) * 1024 / 1e6
     return peak or None
-
-
-def own_peak_memory(folder: Path) -> float:
-    """The most that the process of a folder in /proc has held, in 10**6 bytes; 0 for one that has ended."""
-    kibibytes = re.search(r"^VmHWM:\s+(\d+) kB$", (folder / "status").read_text(), re.MULTILINE)
-    return int(kibibytes[1]) * 1024 / 1e6 if kibibytes else 0.0
-
-
-def command_of(folder: Path) -> list[str]:
-    """The command line of the process of a folder in /proc."""
-    return (folder / "cmdline").read_text(errors="replace").split("\0")
 
 
 def stop(child: subprocess.Popen) -> None:
@@ -499,17 +456,15 @@ def read_json(path: Path) -> dict:
 # ------------------------------------------------------------------------------------------------------------ RESULTS
 
 
-def last_episodes(points: Sequence[dict], count: int = 100) -> float | None:
-    """The mean return of the last ``count`` training episodes that a run's log points tell of, or of all where fewer.
+def running_mean(returns: Sequence[float], episodes: Sequence[int], window: int = 100) -> np.ndarray:
+    """At each of P log points the mean return of the last ``window`` episodes, or of all while there are fewer; [P].
 
-    Of the episodes of one log point only the mean is known: each of them counts with it.
-
-    Returns:
-        None where there are none.
+    Args:
+        returns: [P] the mean return of the episodes that ended since the log point before: each counts with it.
+        episodes: [P] how many these are.
     """
-    ended = [{"charts/episodes": 0}, *(point for point in points if point.get("charts/episodic_return") is not None)]
-    total, missing = 0.0, count
-    for before, point in reversed(list(itertools.pairwise(ended))):
-        number = min(missing, point["charts/episodes"] - before["charts/episodes"])
-        total, missing = total + number * point["charts/episodic_return"], missing - number
-    return None if missing == count else total / (count - missing)
+    ends = np.cumsum(np.asarray(episodes))
+    starts = np.maximum(ends - window, 0)
+    sums = np.concatenate([[0.0], np.cumsum(np.multiply(returns, episodes))])
+    # A window that begins between two log points takes its share of the second one.
+    return (sums[1:] - np.interp(starts, np.concatenate([[0], ends]), sums)) / (ends - starts)
