@@ -11,11 +11,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from leanrl.sebulba.actor import make_act
-from leanrl.sebulba.algorithm import Shards
+from leanrl.sebulba.actor import ActingAgent
 from leanrl.sebulba.rollout import Rollout
 from leanrl.support.layers import Float32
-from leanrl.support.optim import Adam
+from leanrl.support.optim import Adam, RMSprop
 from leanrl.support.replay import LastStep, Replay
 
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -138,25 +137,32 @@ def pqn_atari():
     return [lambda: policy_step(obs), lambda: update(inds)]
 
 
-def actor_learner(name: str):
-    """An update's warm-up, which calls all that is captured of it, and the actors' inference."""
-    script = importlib.import_module(f"leanrl.{name}")
-    args = script.Args(num_envs=NUM_ENVS, num_steps=4, num_minibatches=1)
-    space = gym.spaces.Box(0, 255, (4, 20, 20), np.uint8)
-    agent = script.make_agent(space, 3, args).to(META)
-    rollout = Rollout.allocate(args.num_steps, NUM_ENVS, space.shape, torch.uint8, META)
-    shards = Shards([0], [rollout], 1, lambda vectors: vectors[0])
-    update = script.make_update(agent, script.make_optimizer(agent, args), shards, args, META)
-    act, _ = make_act(agent, args.amp, META)
-    return [update.warm_up, lambda: act(rollout.obs[0], torch.zeros(NUM_ENVS, 3, device=META))]
-
-
 def cleanba_ppo():
-    return actor_learner("cleanba_ppo")
+    script = importlib.import_module("leanrl.cleanba_ppo")
+    args = script.Args(num_envs=NUM_ENVS, num_steps=4, norm_adv=False)
+    agent, rollout, act = actor_learner(script, args)
+    batch = script.Batch.of(rollout)
+    get_value, (gradient,), step = script.make_update(agent, Adam(agent.parameters(), lr=1e-3), [batch], args)
+    script.fill_targets(batch, rollout, get_value, args)
+    inds = torch.arange(8, device=META)
+    return [lambda: get_value(rollout.obs[-1]), lambda: step(gradient(inds)), act]
 
 
 def cleanba_impala():
-    return actor_learner("cleanba_impala")
+    script = importlib.import_module("leanrl.cleanba_impala")
+    args = script.Args(num_envs=NUM_ENVS, num_steps=4)
+    agent, rollout, act = actor_learner(script, args)
+    (gradient,), step = script.make_update(agent, RMSprop(agent.parameters(), lr=1e-3), [rollout], args)
+    envs = torch.arange(2, device=META)
+    return [lambda: step(gradient(envs)), act]
+
+
+def actor_learner(script, args):
+    space = gym.spaces.Box(0, 255, (4, 20, 20), np.uint8)
+    agent = script.make_agent(space, 3, args).to(META, memory_format=torch.channels_last)
+    rollout = Rollout.allocate(space, args.num_steps, NUM_ENVS, META)
+    act, noise = script.make_act(ActingAgent(agent, args.amp), args), torch.zeros(NUM_ENVS, 3, device=META)
+    return agent, rollout, lambda: act(rollout.obs[0], noise)
 
 
 @pytest.mark.parametrize(
@@ -164,11 +170,8 @@ def cleanba_impala():
 )
 def test_nothing_leaves_the_device(make, monkeypatch):
     as_on_a_gpu(monkeypatch)
-    backward = make in FORMER_OPERATIONS
-    with torch.no_grad():
-        steps = make() if not backward else None
-    for captured in steps or make():
-        with Watch() as watch, torch.set_grad_enabled(backward):
+    for captured in make():
+        with Watch() as watch:
             captured()
         assert watch.count > 5 and not watch.off_device
     with Watch() as watch:  # and what does leave it is seen

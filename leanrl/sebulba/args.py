@@ -2,7 +2,6 @@
 
 import math
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -89,17 +88,13 @@ def validate_runtime(args: SebulbaArgs) -> None:
     if args.upload_model:
         require_hub()
     if args.capture_video:
-        raise UsageError(
-            "--capture-video: these scripts do not film; use `python -m leanrl.tools.evaluate --capture-video`"
-        )
+        raise UsageError("--capture-video: not in these scripts; `python -m leanrl.tools.evaluate` has it")
 
 
 def resolve_devices(args: SebulbaArgs) -> torch.device:
     """``cpu`` or ``cuda``, after checking that this machine has the devices of a group."""
     if args.device.startswith("cuda:"):
-        raise bad(
-            "device", args.device, "must be auto, cpu or cuda; --actor-device-ids and --learner-device-ids choose"
-        )
+        raise bad("device", args.device, "must be auto, cpu or cuda; --actor-device-ids and the like choose")
     device = resolve_device(args)
     if device.type == "cuda":
         for name in ("actor_device_ids", "learner_device_ids"):
@@ -110,15 +105,12 @@ def resolve_devices(args: SebulbaArgs) -> torch.device:
     return torch.device(device.type)
 
 
-def validate_start(
-    args: SebulbaArgs, num_groups: int, validate_shards: Callable[[SebulbaArgs, Layout], None]
-) -> tuple[torch.device, Layout]:
+def validate_start(args: SebulbaArgs, num_groups: int) -> tuple[torch.device, Layout]:
     """All that can be said of a start before anything runs; fills ``args.num_envs`` in.
 
     Args:
         args: the script's; its own flags are validated already.
         num_groups: how many groups take part.
-        validate_shards: the script's, see ``Algorithm.validate``.
 
     Returns:
         where the run is, ``cpu`` or ``cuda``, and its layout.
@@ -133,10 +125,8 @@ def validate_start(
         there = f"was started with {args.num_envs} environments in all, this start has {layout.num_envs}"
         raise bad("resume", args.resume, f"{there}; start as many groups as then")
     args.num_envs = layout.num_envs
-    if args.total_timesteps < layout.num_envs * args.num_steps:
-        needed = f"is less than one rollout, {layout.num_envs * args.num_steps} steps"
-        raise bad("total_timesteps", args.total_timesteps, needed)
-    validate_shards(args, layout)
+    if args.total_timesteps < (batch_size := layout.num_envs * args.num_steps):
+        raise bad("total_timesteps", args.total_timesteps, f"is less than one rollout, {batch_size} steps")
     return device, layout
 
 
