@@ -58,8 +58,8 @@ class Args(SebulbaArgs):
     """network: IMPALA's residual one or DQN's for images, two layers for other observations; auto: impala or mlp"""
     channels: tuple[int, ...] = (16, 32, 32)
     """channels of the stages of the impala torso"""
-    hidden: int = 256
-    """width behind the impala torso (nature: 512, mlp: two layers of 64)"""
+    hiddens: tuple[int, ...] = (256,)
+    """widths of the layers behind the impala torso (nature: 512, mlp: two layers of 64)"""
 
     policy_lag: int = 1
     """rollout r is produced by the parameters after r - 1 - POLICY_LAG updates; 0 is synchronous"""
@@ -89,19 +89,19 @@ class Args(SebulbaArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.channels = tuple(self.channels)
+        self.channels, self.hiddens = tuple(self.channels), tuple(self.hiddens)
 
 
 def validate(args: Args) -> None:
     """Raises UsageError on the first argument of the algorithm that cannot work."""
-    require_at_least(
-        args, 1, "total_timesteps", "num_steps", "num_minibatches", "hidden", "gradient_accumulation_steps"
-    )
+    require_at_least(args, 1, "total_timesteps", "num_steps", "num_minibatches", "gradient_accumulation_steps")
     require_at_least(args, 0, "seed", "ent_coef", "vf_coef")
     require_positive(args, "learning_rate", "max_grad_norm", "rho_bar", "c_bar")
     require_unit_interval(args, "gamma")
     if not args.channels or min(args.channels) < 1:
         raise bad("channels", args.channels, "needs at least one stage, of at least 1 channel")
+    if not args.hiddens or min(args.hiddens) < 1:
+        raise bad("hiddens", args.hiddens, "needs at least one layer, of at least 1 unit")
 
 
 def validate_shards(args: Args, layout: Layout) -> None:
@@ -158,19 +158,18 @@ class ConvSequence(nn.Module):
 class ImpalaCNN(nn.Sequential):
     """The larger network of https://arxiv.org/abs/1802.01561 (figure 3), no LSTM: bytes [B, C, H, W] -> [B, hidden]"""
 
-    def __init__(self, obs_shape: Sequence[int], channels: Sequence[int], hidden: int) -> None:
+    def __init__(self, obs_shape: Sequence[int], channels: Sequence[int], hiddens: Sequence[int]) -> None:
         in_channels, height, width = obs_shape
-        stages = []
+        layers = []
         for out_channels in channels:
-            stages.append(ConvSequence(in_channels, out_channels))
+            layers.append(ConvSequence(in_channels, out_channels))
             in_channels, height, width = out_channels, (height + 1) // 2, (width + 1) // 2
-        super().__init__(
-            *stages,
-            nn.ReLU(),
-            nn.Flatten(),
-            layer_init(nn.Linear(in_channels * height * width, hidden)),
-            nn.ReLU(),
-        )
+        layers += [nn.ReLU(), nn.Flatten()]
+        in_features = in_channels * height * width
+        for out_features in hiddens:
+            layers += [layer_init(nn.Linear(in_features, out_features)), nn.ReLU()]
+            in_features = out_features
+        super().__init__(*layers)
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
         return super().forward(obs / 255.0)
@@ -236,7 +235,7 @@ class VectorAgent(nn.Module):
 
 
 # Of the flags, what ``make_agent`` reads; they are kept in model.pt.
-NETWORK_FLAGS = ("torso", "channels", "hidden")
+NETWORK_FLAGS = ("torso", "channels", "hiddens")
 
 
 def make_agent(space: gym.spaces.Box, num_actions: int, args: Args) -> nn.Module:
@@ -249,7 +248,7 @@ def make_agent(space: gym.spaces.Box, num_actions: int, args: Args) -> nn.Module
         raise bad("torso", torso, f"is for images; observations are {space.dtype} of shape {space.shape}")
     if torso == "nature":
         return ImageAgent(NatureCNN(space.shape), 512, num_actions)
-    return ImageAgent(ImpalaCNN(space.shape, args.channels, args.hidden), args.hidden, num_actions)
+    return ImageAgent(ImpalaCNN(space.shape, args.channels, args.hiddens), args.hiddens[-1], num_actions)
 
 
 # ------------------------------------------------------------------------------------------------ TARGETS AND LOSSES

@@ -61,6 +61,7 @@ def test_impala_network():
     # 84 -> 42 -> 21 -> 11, and 15 convolutions.
     convolutions = [m for m in agent.modules() if isinstance(m, torch.nn.Conv2d)]
     assert len(convolutions) == 15 and agent.torso[-2].in_features == 11 * 11 * 32
+    assert ppo.make_agent(IMAGES, 18, ppo.Args(hiddens=(8, 6)))(obs)[0].shape == (3, 18)
     for conv in convolutions:
         fan_in = conv.weight[0].numel()
         assert conv.weight.std().item() == pytest.approx(fan_in**-0.5, rel=0.1)

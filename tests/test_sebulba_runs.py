@@ -35,9 +35,10 @@ from leanrl.sebulba.status import PeerLost
 from leanrl.sebulba.supervisor import local_store
 from leanrl.sebulba.worker import Worker
 from leanrl.support.atari import PROTOCOLS
+from leanrl.support.checkpoints import save_checkpoint
 from leanrl.support.cli import parse_args
 from leanrl.support.errors import UsageError
-from leanrl.support.evaluation import atari_protocol, play
+from leanrl.support.evaluation import atari_protocol, in_todays_layout, play
 from leanrl.support.executables import WARMUP_CALLS, make_executable, untouched
 from leanrl.support.optim import Adam, RMSprop
 from leanrl.support.run import Run
@@ -100,10 +101,23 @@ def test_a_run_and_its_records(monkeypatch, tmp_path, script):
     assert [kind for kind, *_ in lines[0]["spans"]["actor thread 1 (rank 0)"]][1:] == ["wait for parameters", "rollout"]
 
 
-def test_a_saved_agent_plays(monkeypatch, tmp_path):
-    assert run_alone(monkeypatch, "cleanba_impala", *tiny(tmp_path, "--total-timesteps=40960", "--save-model")) == 0
-    returns = play(tmp_path / "run", episodes=10)
-    assert len(returns) == 10 and sum(returns) / 10 > 60  # a random policy has 22 on average
+def test_a_trained_agent_is_evaluated(monkeypatch, tmp_path):
+    flags = tiny(tmp_path, "--total-timesteps=40960", "--evaluate-episodes=10")
+    assert run_alone(monkeypatch, "cleanba_impala", *flags) == 0
+    returns = json.loads((tmp_path / "run" / "evaluation.json").read_text())["returns"]
+    assert returns == play(tmp_path / "run", episodes=10) and np.mean(returns) > 60  # a random policy has 22 on average
+    *_, logged = read_metrics(tmp_path / "run")
+    assert logged == {"global_step": 40960, "evaluation/episodic_return": np.mean(returns)}
+
+
+def test_models_with_one_hidden_layer_still_load():
+    space = Box(0, 255, (4, 20, 20), np.uint8)
+    torch.manual_seed(0)
+    agent = cleanba_ppo.make_agent(space, 3, cleanba_ppo.Args(channels=(4,), hiddens=(32,)))
+    model = {"agent": agent.state_dict(), "network": {"torso": "impala", "channels": [4], "hidden": 32}}
+    spaces = SimpleNamespace(single_observation_space=space, single_action_space=Discrete(3))
+    obs = np.zeros((1000, *space.shape), np.uint8)
+    assert set(cleanba_ppo.load_policy(in_todays_layout(model), spaces)(obs)) == {0, 1, 2}
 
 
 def test_a_saved_agent_acts_as_in_training():
@@ -204,25 +218,31 @@ def test_what_has_diverged_is_not_checkpointed(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(Worker, "publish", diverging)
     flags = tiny(tmp_path, "--total-timesteps=25600", "--log-frequency=100", "--checkpoint-every=256")
     assert run_alone(monkeypatch, "cleanba_impala", *flags) == 1
-    assert "training diverged: losses/policy_loss is nan at step 768" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "training diverged: losses/policy_loss is nan at step 768" in err and "--checkpoint-every" not in err
     assert newest_checkpoint(tmp_path / "run")[0] == 512
 
 
-@pytest.mark.parametrize("every, is_told", [(255, True), (256, False)])
-def test_a_checkpoint_after_every_update_is_told(monkeypatch, capsys, tmp_path, every, is_told):
-    assert (
-        run_alone(monkeypatch, "cleanba_ppo", *tiny(tmp_path, f"--checkpoint-every={every}", "--total-timesteps=256"))
-        == 0
-    )
-    line = "warning: --checkpoint-every 255: less than the 256 steps of an update: every update will be saved"
-    assert (line in capsys.readouterr().err.splitlines()) == is_told
+def test_a_checkpoint_that_does_not_fit_is_refused(monkeypatch, capsys, tmp_path):
+    assert run_alone(monkeypatch, "cleanba_ppo", *tiny(tmp_path, "--total-timesteps=512")) == 0
+    step, state = newest_checkpoint(tmp_path / "run")
+    state["script"]["agent"]["actor.0.weight"] = torch.zeros(3, 3)
+    identity = {"script": "cleanba_ppo", "env_id": "CartPole-v1"}
+    save_checkpoint(tmp_path / "run" / "checkpoints", step, identity, state)
+    capsys.readouterr()
+    assert run_alone(monkeypatch, "cleanba_ppo", "--resume", tmp_path / "run", "--total-timesteps=1024") == 2
+    err = capsys.readouterr().err
+    assert re.match(r"cleanba_ppo.py: --resume .*: its checkpoint does not fit \(size mismatch for actor.0", err)
+    assert err.count("\n") == 1
 
 
 def test_resuming_with_other_groups_is_refused(monkeypatch, capsys, tmp_path):
-    assert run_alone(monkeypatch, "cleanba_ppo", *tiny(tmp_path, "--total-timesteps=512")) == 0
+    flags = tiny(tmp_path, "--total-timesteps=512", "--checkpoint-every=255")
+    assert run_alone(monkeypatch, "cleanba_ppo", *flags) == 0
+    line = "warning: --checkpoint-every 255: less than the 256 steps of an update: every update will be saved"
+    assert line in capsys.readouterr().err.splitlines()
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
-    capsys.readouterr()
     assert run("cleanba_ppo", "--resume", tmp_path / "run", "--total-timesteps=2048") == 2
     reason = "was started with 16 environments in all, this start has 32; start as many groups as then"
     assert capsys.readouterr().err == f"cleanba_ppo.py: --resume {tmp_path / 'run'}: {reason}\n"
@@ -510,6 +530,8 @@ BAD = [
     ["--device", "cuda:1"],
     ["--device", "nonsense"],
     ["--gradient-accumulation-steps", "0"],
+    ["--evaluate-episodes", "0"],
+    ["--hiddens", "0"],
 ]
 
 
@@ -592,15 +614,12 @@ def test_presets_are_sebulbas_numbers(name, num_threads, num_envs, num_steps):
 
 
 @pytest.mark.parametrize("script", DISTRIBUTED)
-@pytest.mark.parametrize("learners", ["0", "0 1", "1 2", "1 2 3", "1 2 3 4", "1 2 3 4 5 6"])
-def test_environments_of_cleanbas_readme_fit(script, learners):
+def test_environments_of_cleanbas_readme_fit(script):
     """120 of each thread, in every layout that it names."""
     module = importlib.import_module(f"leanrl.{script}")
-    flags = ["--actor-device-ids", "0", "--learner-device-ids", *learners.split(), "--local-num-envs", "120"]
-    args = parse_args(module.Args, script, flags)
-    layout = Layout.of(args)
-    module.validate_shards(args, layout)
-    assert layout.num_envs == 240 and layout.num_shards == len(learners.split())
+    for learners in ((0,), (0, 1), (1, 2), (1, 2, 3), (1, 2, 3, 4), (1, 2, 3, 4, 5, 6)):
+        args = module.Args(learner_device_ids=learners, local_num_envs=120)
+        module.validate_shards(args, Layout.of(args))
 
 
 @pytest.mark.parametrize("script", DISTRIBUTED)

@@ -62,6 +62,8 @@ class SebulbaArgs(RunArgs):
     target_return: float | None = None
     """stop once the mean of the last 100 episodes reaches this"""
 
+    evaluate_episodes: int | None = None
+    """play so many episodes with the trained model at the end: returns go to evaluation.json, their mean is logged"""
     upload_model: bool = False
     """upload the model to the Hugging Face Hub at the end, as ENV_ID-SCRIPT-seedSEED; saves it too"""
     hf_entity: str = ""
@@ -71,7 +73,7 @@ class SebulbaArgs(RunArgs):
     """environments in all, filled in when the layout is known"""
 
     def __post_init__(self) -> None:
-        self.save_model = self.save_model or self.upload_model
+        self.save_model = self.save_model or self.upload_model or self.evaluate_episodes is not None
         # Lists, where they come from args.json.
         self.actor_device_ids, self.learner_device_ids = tuple(self.actor_device_ids), tuple(self.learner_device_ids)
 
@@ -79,6 +81,7 @@ class SebulbaArgs(RunArgs):
 def validate_runtime(args: SebulbaArgs) -> None:
     """Raises UsageError on the first flag of the runtime that cannot work, whatever the layout."""
     require_at_least(args, 1, "num_threads", "env_threads", "log_frequency", "checksum_frequency", "checkpoint_every")
+    require_at_least(args, 1, "evaluate_episodes")
     require_at_least(args, 0, "policy_lag")
     require_at_least(args, 1, "start_timeout")
     require_at_least(args, 2, "timeout")  # a process gives a sign of life twice a second

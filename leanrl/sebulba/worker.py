@@ -163,6 +163,8 @@ class Worker:
             # After an early stop the threads wait for what never comes: a stall, if saving takes long.
             self._stop_threads()
             run.finish(self._state_dict())
+            if self._args.evaluate_episodes is not None:
+                run.evaluate(self._args.evaluate_episodes)
             if self._args.upload_model:
                 print(f"model: {upload_run(run.dir, self._args.hf_entity)}", flush=True)
 
