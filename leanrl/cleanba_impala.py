@@ -16,24 +16,31 @@ Measured speed and learning curves: doc/benchmarks/cleanba.md
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributions.categorical import Categorical
 
-from leanrl.sebulba.algorithm import Algorithm, Shards, Update
+from leanrl.sebulba.actor import ActorThread
 from leanrl.sebulba.args import SebulbaArgs
 from leanrl.sebulba.collectives import sum_in_order
-from leanrl.sebulba.launch import start
 from leanrl.sebulba.layout import Layout
+from leanrl.sebulba.randomness import gumbel_noise
 from leanrl.sebulba.rollout import Rollout
+from leanrl.sebulba.start import Start, resolve_start
+from leanrl.sebulba.supervisor import supervise
+from leanrl.sebulba.worker import join
 from leanrl.support.cli import run_script
+from leanrl.support.devices import one_thread
 from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
 from leanrl.support.executables import WARMUP_CALLS, make_executable
-from leanrl.support.optim import FlatRMSProp, clip_grad_norm
+from leanrl.support.layers import Float32Linear
+from leanrl.support.optim import RMSprop
 from leanrl.support.scan import linear_recurrence
 
 
@@ -51,8 +58,8 @@ class Args(SebulbaArgs):
     """network: IMPALA's residual one or DQN's for images, two layers for other observations; auto: impala or mlp"""
     channels: tuple[int, ...] = (16, 32, 32)
     """channels of the stages of the impala torso"""
-    hidden: int = 256
-    """width behind the impala torso (nature: 512, mlp: two layers of 64)"""
+    hiddens: tuple[int, ...] = (256,)
+    """widths of the layers behind the impala torso (nature: 512, mlp: two layers of 64)"""
 
     policy_lag: int = 1
     """rollout r is produced by the parameters after r - 1 - POLICY_LAG updates; 0 is synchronous"""
@@ -82,19 +89,19 @@ class Args(SebulbaArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.channels = tuple(self.channels)
+        self.channels, self.hiddens = tuple(self.channels), tuple(self.hiddens)
 
 
 def validate(args: Args) -> None:
     """Raises UsageError on the first argument of the algorithm that cannot work."""
-    require_at_least(
-        args, 1, "total_timesteps", "num_steps", "num_minibatches", "hidden", "gradient_accumulation_steps"
-    )
+    require_at_least(args, 1, "total_timesteps", "num_steps", "num_minibatches", "gradient_accumulation_steps")
     require_at_least(args, 0, "seed", "ent_coef", "vf_coef")
     require_positive(args, "learning_rate", "max_grad_norm", "rho_bar", "c_bar")
     require_unit_interval(args, "gamma")
     if not args.channels or min(args.channels) < 1:
         raise bad("channels", args.channels, "needs at least one stage, of at least 1 channel")
+    if not args.hiddens or min(args.hiddens) < 1:
+        raise bad("hiddens", args.hiddens, "needs at least one layer, of at least 1 unit")
 
 
 def validate_shards(args: Args, layout: Layout) -> None:
@@ -151,37 +158,21 @@ class ConvSequence(nn.Module):
 class ImpalaCNN(nn.Sequential):
     """The larger network of https://arxiv.org/abs/1802.01561 (figure 3), no LSTM: bytes [B, C, H, W] -> [B, hidden]"""
 
-    def __init__(self, obs_shape: Sequence[int], channels: Sequence[int], hidden: int) -> None:
+    def __init__(self, obs_shape: Sequence[int], channels: Sequence[int], hiddens: Sequence[int]) -> None:
         in_channels, height, width = obs_shape
-        stages = []
+        layers = []
         for out_channels in channels:
-            stages.append(ConvSequence(in_channels, out_channels))
+            layers.append(ConvSequence(in_channels, out_channels))
             in_channels, height, width = out_channels, (height + 1) // 2, (width + 1) // 2
-        super().__init__(
-            *stages,
-            nn.ReLU(),
-            nn.Flatten(),
-            layer_init(nn.Linear(in_channels * height * width, hidden)),
-            nn.ReLU(),
-        )
+        layers += [nn.ReLU(), nn.Flatten()]
+        in_features = in_channels * height * width
+        for out_features in hiddens:
+            layers += [layer_init(nn.Linear(in_features, out_features)), nn.ReLU()]
+            in_features = out_features
+        super().__init__(*layers)
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
-        # On a CPU, convolutions are up to twice as fast with the channels last.
-        return super().forward((obs / 255.0).contiguous(memory_format=torch.channels_last))
-
-
-class BlockConv(nn.Conv2d):
-    """A convolution of bytes / 255 at a stride of 4 pixels, computed as one of blocks of 4 x 4 pixels at a stride of 1.
-
-    A pixel has a few channels, of which convolutions are slow; a block has 16 times as many.
-    """
-
-    def forward(self, obs: torch.Tensor) -> torch.Tensor:
-        channels, height, width = obs.shape[1:]
-        # Four pixels of a row are one number here, a quarter as many to move.
-        rows = obs.view(torch.int32).view(-1, channels, height // 4, 4, width // 4).permute(0, 2, 4, 1, 3)
-        blocks = rows.reshape(-1, height // 4, width // 4, channels * 4).view(torch.uint8).permute(0, 3, 1, 2)
-        return F.conv2d(blocks.float(), F.pixel_unshuffle(self.weight, 4) / 255.0, self.bias)
+        return super().forward(obs / 255.0)
 
 
 class NatureCNN(nn.Sequential):
@@ -189,7 +180,7 @@ class NatureCNN(nn.Sequential):
 
     def __init__(self, obs_shape: Sequence[int]) -> None:
         super().__init__(
-            layer_init(BlockConv(obs_shape[0], 32, 8, stride=4)),
+            layer_init(nn.Conv2d(obs_shape[0], 32, 8, stride=4)),
             nn.ReLU(),
             layer_init(nn.Conv2d(32, 64, 4, stride=2)),
             nn.ReLU(),
@@ -199,6 +190,9 @@ class NatureCNN(nn.Sequential):
             layer_init(nn.Linear(64 * 7 * 7, 512)),
             nn.ReLU(),
         )
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        return super().forward(obs / 255.0)
 
 
 class ImageAgent(nn.Module):
@@ -232,12 +226,16 @@ class VectorAgent(nn.Module):
             nn.Tanh(),
             layer_init(nn.Linear(64, 64)),
             nn.Tanh(),
-            layer_init(nn.Linear(64, out_dim), std=std),
+            layer_init(Float32Linear(64, out_dim), std=std),
         )
 
     def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         obs = obs.flatten(1).float()
         return self.actor(obs), self.critic(obs).squeeze(-1)
+
+
+# Of the flags, what ``make_agent`` reads; they are kept in model.pt.
+NETWORK_FLAGS = ("torso", "channels", "hiddens")
 
 
 def make_agent(space: gym.spaces.Box, num_actions: int, args: Args) -> nn.Module:
@@ -250,7 +248,7 @@ def make_agent(space: gym.spaces.Box, num_actions: int, args: Args) -> nn.Module
         raise bad("torso", torso, f"is for images; observations are {space.dtype} of shape {space.shape}")
     if torso == "nature":
         return ImageAgent(NatureCNN(space.shape), 512, num_actions)
-    return ImageAgent(ImpalaCNN(space.shape, args.channels, args.hidden), args.hidden, num_actions)
+    return ImageAgent(ImpalaCNN(space.shape, args.channels, args.hiddens), args.hiddens[-1], num_actions)
 
 
 # ------------------------------------------------------------------------------------------------ TARGETS AND LOSSES
@@ -292,113 +290,149 @@ def vtrace(
     return vs, clipped_rhos * (rewards + discounts * next_vs - values[:-1])
 
 
-def impala_loss(
-    logits: torch.Tensor,
-    values: torch.Tensor,
-    actions: torch.Tensor,
-    logprobs: torch.Tensor,
-    rewards: torch.Tensor,
-    terminations: torch.Tensor,
-    dones: torch.Tensor,
-    weights: torch.Tensor,
-    args: Args,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The paper's loss (section 4.2), summed over the steps.
+class Minibatch(NamedTuple):
+    """Rollouts of some environments, [T, N, ...] each; flags are floats."""
 
-    Args:
-        logits, values: [T + 1, N, num_actions] and [T + 1, N], what the agent says now.
-        actions: [T, N] int64; the others [T, N] floats, ``logprobs`` of the policy that acted. ``weights`` is 0 for
-            steps that only reset an environment, else 1.
+    obs: torch.Tensor  # [T + 1, N, ...]
+    actions: torch.Tensor
+    logprobs: torch.Tensor  # of the policy that acted
+    rewards: torch.Tensor
+    terminations: torch.Tensor
+    dones: torch.Tensor
+    weights: torch.Tensor  # 0 where a step only reset its environment, else 1
 
-    Returns:
-        the loss, and [3]: policy loss, value loss, entropy (sums, detached).
-    """
-    values = values.float()
-    all_logprobs = logits[:-1].float().log_softmax(-1)
-    newlogprob = all_logprobs.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
+
+class Losses(NamedTuple):
+    """What is logged of an update, each a tensor without shape."""
+
+    policy_loss: torch.Tensor
+    value_loss: torch.Tensor
+    entropy: torch.Tensor
+
+
+def impala_loss(agent: nn.Module, minibatch: Minibatch, args: Args) -> tuple[torch.Tensor, Losses]:
+    """The paper's loss (section 4.2), summed over the steps, and its parts (sums, detached)."""
+    obs, actions, logprobs, rewards, terminations, dones, weights = minibatch
+    logits, values = agent(obs.flatten(0, 1))
+    logits, values = logits.view(*obs.shape[:2], -1), values.view(obs.shape[:2])
+    probs = Categorical(logits=logits[:-1], validate_args=False)
+    newlogprob = probs.log_prob(actions)
+    log_rhos = (newlogprob - logprobs).detach()
     vs, advantages = vtrace(
-        (newlogprob - logprobs).detach(),
-        rewards,
-        values.detach(),
-        terminations,
-        dones,
-        args.gamma,
-        args.rho_bar,
-        args.c_bar,
+        log_rhos, rewards, values.detach(), terminations, dones, args.gamma, args.rho_bar, args.c_bar
     )
     pg_loss = -(advantages * newlogprob * weights).sum()
     v_loss = 0.5 * ((vs - values[:-1]) ** 2 * weights).sum()
-    entropy = (-(all_logprobs.exp() * all_logprobs).sum(-1) * weights).sum()
+    entropy = (probs.entropy() * weights).sum()
     loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
-    return loss, torch.stack([pg_loss, v_loss, entropy]).detach()
-
-
-LOSS_NAMES = ("policy_loss", "value_loss", "entropy")
+    return loss, Losses(pg_loss.detach(), v_loss.detach(), entropy.detach())
 
 
 # ------------------------------------------------------------------------------------------------------------ UPDATE
 
 
-def minibatch(rollout: Rollout, envs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Columns ``envs`` of obs, actions, logprobs, rewards, terminations, dones, weights."""
-    columns = (rollout.obs, rollout.actions, rollout.logprobs, rollout.rewards)
-    flags = (rollout.terminations.float(), rollout.dones.float(), 1.0 - rollout.resets.float())
-    return tuple(column.index_select(1, envs) for column in (*columns, *flags))
+def take_minibatch(rollout: Rollout, envs: torch.Tensor) -> Minibatch:
+    """The environments ``envs`` [N] of a shard's rollout."""
+    columns = rollout.obs, rollout.actions, rollout.logprobs, rollout.rewards
+    flags = rollout.terminations.float(), rollout.dones.float(), 1.0 - rollout.resets.float()
+    return Minibatch(*(column[:, envs] for column in (*columns, *flags)))
 
 
-def make_optimizer(agent: nn.Module, args: Args) -> FlatRMSProp:
-    return FlatRMSProp(agent, lr=args.learning_rate, alpha=0.99, eps=0.01)
+def make_update(
+    agent: nn.Module, optimizer: RMSprop, rollouts: Sequence[Rollout], args: Args
+) -> tuple[list[Callable], Callable]:
+    """The functions of an update that are compiled. An optimiser step is two, between which the learners sum.
 
+    Args:
+        rollouts: those of this learner's shards.
 
-def make_update(agent: nn.Module, optimizer: FlatRMSProp, shards: Shards, args: Args, device: torch.device) -> Update:
-    """One pass over a rollout; a minibatch takes some environments of every shard, and their gradients are summed."""
-    num_envs = shards.rollouts[0].actions.shape[1]
-    num_iterations = args.total_timesteps // (args.num_envs * args.num_steps)
-    # [num_minibatches, gradient_accumulation_steps, n]
-    mb_envs = torch.arange(num_envs, device=device).view(args.num_minibatches, args.gradient_accumulation_steps, -1)
+    Returns:
+        ``gradient(mb_envs)`` for each rollout: the part of these environments in the minibatch's gradient and losses,
+        [P + 3];
+        ``step(summed)``: takes the step along the sum of all parts; returns the losses [3] (of Losses).
+    """
+    device_type = optimizer.params[0].device.type
+    sizes = [p.numel() for p in optimizer.params]
     # The gradient is of the sum of the losses, their log points are of the mean.
-    num_rows = args.num_steps * num_envs * shards.total // args.num_minibatches
+    num_rows = args.num_steps * args.num_envs // args.num_minibatches
 
-    def make_gradient(rollout: Rollout) -> Callable[[torch.Tensor], torch.Tensor]:
-        def gradient(envs: torch.Tensor) -> torch.Tensor:
-            obs, *rest = minibatch(rollout, envs)
-
-            def loss_fn(params: torch.Tensor):
-                with torch.autocast(device.type, torch.bfloat16, enabled=args.amp == "bf16"):
-                    logits, values = optimizer.apply(params, obs.flatten(0, 1))
-                shape = obs.shape[:2]
-                return impala_loss(logits.view(*shape, -1), values.view(shape), *rest, args)
-
-            # torch.func instead of .backward(), which breaks the graph in three.
-            grad, losses = torch.func.grad(loss_fn, has_aux=True)(optimizer.params)
-            return torch.cat([grad, losses / num_rows])
+    def make_gradient(rollout: Rollout) -> Callable:
+        def gradient(mb_envs: torch.Tensor) -> torch.Tensor:
+            with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
+                loss, losses = impala_loss(agent, take_minibatch(rollout, mb_envs), args)
+            loss.backward()
+            # One vector, which is one message to the other learners.
+            message = torch.cat([*(p.grad.reshape(-1) for p in optimizer.params), torch.stack(losses) / num_rows])
+            optimizer.zero_grad()
+            return message
 
         return gradient
 
     def step(summed: torch.Tensor) -> torch.Tensor:
-        grad, losses = summed.split([len(optimizer.params), len(LOSS_NAMES)])
-        optimizer.step(clip_grad_norm(grad, args.max_grad_norm))
-        return losses.clone()
+        # Copies: clipping views in place would compile to a loop over the whole vector for each of them.
+        *grads, losses = torch.split_with_sizes_copy(summed, [*sizes, len(Losses._fields)])
+        for p, grad in zip(optimizer.params, grads, strict=True):
+            p.grad = grad.view(p.shape)
+        # TorchInductor's code for CPUs has no way into foreach's norm but a slow one.
+        nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=device_type == "cuda")
+        optimizer.step()
+        optimizer.zero_grad()
+        return losses
 
-    step, *gradients = make_executables([step, *map(make_gradient, shards.rollouts)], args, device)
+    return [make_gradient(rollout) for rollout in rollouts], step
 
-    def warm_up() -> None:
-        for _ in range(WARMUP_CALLS if args.compile or args.cudagraphs else 1):
-            for gradient in gradients:
-                step(gradient(mb_envs[0, 0]))
 
-    def update(number: int) -> torch.Tensor:
-        if args.anneal_lr:
-            optimizer.lr.fill_(args.learning_rate * (1.0 - (number - 1.0) / num_iterations))
-        losses = torch.zeros(len(LOSS_NAMES), device=device)
-        for envs in mb_envs:
-            losses += step(shards.sum_over([sum_in_order(map(gradient, envs)) for gradient in gradients]))
-        return losses / args.num_minibatches
+def train(
+    mb_envs: torch.Tensor, gradients: Sequence[Callable], step: Callable, sum_over_shards: Callable
+) -> torch.Tensor:
+    """An optimiser step for each minibatch, which is a part of every shard; returns the mean of their losses [3].
 
-    return Update(warm_up, update, num_steps=args.num_minibatches)
+    Args:
+        mb_envs: [num_minibatches, gradient_accumulation_steps, n], environments of a shard.
+        gradients: of each shard here.
+        sum_over_shards: what these say -> the sum of what all learners' say.
+    """
+    losses = []
+    for envs in mb_envs:
+        losses.append(step(sum_over_shards([sum_in_order(map(gradient, envs)) for gradient in gradients])))
+    return torch.stack(losses).mean(0)
 
 
 # ------------------------------------------------------------------------------------------------------------ ACTING
+
+
+def make_act(agent: Callable, args: Args) -> Callable:
+    """The function ``act(obs, noise)``: [n, ...], Gumbel noise [n, num_actions] -> [3, n].
+
+    It returns actions, their log-probabilities and values: as one tensor of float32, in which an action is exact.
+    """
+
+    @torch.no_grad()
+    def act(obs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(obs.device.type, torch.bfloat16, enabled=args.amp == "bf16"):
+            logits, values = agent(obs)
+        # A sample of the softmax: https://en.wikipedia.org/wiki/Gumbel_distribution#Gumbel_reparameterization_tricks
+        actions = (logits + noise).argmax(1)
+        logprobs = logits.log_softmax(1).gather(1, actions.unsqueeze(1)).squeeze(1)
+        return torch.stack([actions.float(), logprobs, values])
+
+    return act
+
+
+def play(thread: ActorThread, act: Callable, args: Args) -> None:
+    """The acting loop, on a thread of its own: plays all rollouts of the run."""
+    obs, _ = thread.envs.reset()
+    resets = np.zeros(len(obs), bool)  # where the next step only resets its environment
+    for rollout in thread.rollouts():  # with the parameters that are due; delivered after the loop's body
+        noise = gumbel_noise(args.seed, thread.numbers, rollout.steps, thread.num_actions, thread.device)
+        for step in range(args.num_steps):
+            device_obs = rollout.observe(step, obs)
+            for block in thread.blocks:  # all environments at once, or shard by shard
+                rollout.choices[step, :, block] = act(device_obs[block], noise[step, block])
+            obs, rewards, terminations, truncations, infos = thread.envs.step(rollout.actions(step))
+            rollout.record(step, rewards, terminations, truncations, resets, infos)
+            resets = terminations | truncations
+        rollout.observe(args.num_steps, obs)
 
 
 def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
@@ -421,9 +455,14 @@ def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray
 # ------------------------------------------------------------------------------------------------------- EXECUTABLES
 
 
-def make_executables(functions: Sequence[Callable], args: Args, device: torch.device) -> list[Callable]:
-    """``functions``, compiled and captured as the flags say. Actors do the same with their inference."""
-    return [make_executable(fn, device, args.compile, args.cudagraphs) for fn in functions]
+def make_executables(
+    acts: Sequence[Callable], gradients: Sequence[Callable], step: Callable, start: Start
+) -> tuple[list[Callable], list[Callable], Callable]:
+    """Its functions, compiled and captured as the flags say."""
+    args = start.args
+    executable = partial(make_executable, device=start.device, compile=args.compile, cudagraphs=args.cudagraphs)
+    acts = [executable(act, cpp_wrapper=False, urgent=True) for act in acts]
+    return acts, [executable(gradient) for gradient in gradients], executable(step)
 
 
 # -------------------------------------------------------------------------------------------------------------- MAIN
@@ -431,15 +470,41 @@ def make_executables(functions: Sequence[Callable], args: Args, device: torch.de
 
 def main(args: Args) -> None:
     validate(args)
-    algorithm = Algorithm(
-        make_agent=make_agent,
-        make_optimizer=make_optimizer,
-        make_update=make_update,
-        validate=validate_shards,
-        network_flags=("torso", "channels", "hidden"),
-        loss_names=LOSS_NAMES,
-    )
-    start(args, __file__, algorithm)
+    start = resolve_start(args)
+    validate_shards(args, start.layout)
+    agent = make_agent(start.space, start.num_actions, args)
+    if start.part is None:
+        supervise(start, __file__)  # a process for each device, every one of which runs this script
+        return
+    device = start.device
+    agent.to(device, memory_format=torch.channels_last)
+    optimizer = RMSprop(agent.parameters(), lr=args.learning_rate, alpha=0.99, eps=0.01)
+    network = {name: getattr(args, name) for name in NETWORK_FLAGS}
+    parts = args.num_minibatches, args.gradient_accumulation_steps
+    mb_envs = torch.arange(start.layout.shard_size, device=device).view(*parts, -1)
+
+    with join(start, __file__, agent, optimizer, network) as worker:
+        # Of the actor threads and shards of this process, of which it may have none.
+        acts = [make_act(thread.agent, args) for thread in worker.threads]
+        gradients, step = make_update(agent, optimizer, list(worker.shards.values()), args)
+        acts, gradients, step = make_executables(acts, gradients, step, start)
+
+        with worker.warm_up():
+            for _ in range(WARMUP_CALLS if args.compile or args.cudagraphs else 1):
+                with one_thread():  # as actor threads have
+                    for thread, act in zip(worker.threads, acts, strict=True):
+                        act(*thread.example)
+                for gradient in gradients:
+                    step(gradient(mb_envs[0, 0]))
+        for thread, act in zip(worker.threads, acts, strict=True):
+            thread.start(play, act, args)
+
+        for number in worker.rollouts_due():  # none where nothing is learned
+            if args.anneal_lr:
+                frac = 1.0 - (number - 1.0) / start.num_updates
+                optimizer.param_groups[0]["lr"].fill_(frac * args.learning_rate)
+            losses = train(mb_envs, gradients, step, worker.sum_over_shards)
+            worker.publish(Losses(*losses), optimizer_steps=args.num_minibatches)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ Measured speed and learning curves: doc/benchmarks/cleanba.md
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 import gymnasium as gym
@@ -23,18 +24,23 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributions.categorical import Categorical
 
-from leanrl.sebulba.algorithm import Algorithm, Shards, Update
+from leanrl.sebulba.actor import ActorThread
 from leanrl.sebulba.args import SebulbaArgs
 from leanrl.sebulba.collectives import sum_in_order
-from leanrl.sebulba.launch import start
 from leanrl.sebulba.layout import Layout
-from leanrl.sebulba.randomness import shard_generator
+from leanrl.sebulba.randomness import gumbel_noise, shard_generator
 from leanrl.sebulba.rollout import Rollout
+from leanrl.sebulba.start import Start, resolve_start
+from leanrl.sebulba.supervisor import supervise
+from leanrl.sebulba.worker import join
 from leanrl.support.cli import run_script
+from leanrl.support.devices import one_thread
 from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
 from leanrl.support.executables import WARMUP_CALLS, make_executable
-from leanrl.support.optim import FlatAdam, clip_grad_norm
+from leanrl.support.layers import Float32Linear
+from leanrl.support.optim import Adam
 from leanrl.support.scan import linear_recurrence
 
 
@@ -52,8 +58,8 @@ class Args(SebulbaArgs):
     """network: IMPALA's residual one or DQN's for images, two layers for other observations; auto: impala or mlp"""
     channels: tuple[int, ...] = (16, 32, 32)
     """channels of the stages of the impala torso"""
-    hidden: int = 256
-    """width behind the impala torso (nature: 512, mlp: two layers of 64)"""
+    hiddens: tuple[int, ...] = (256,)
+    """widths of the layers behind the impala torso (nature: 512, mlp: two layers of 64)"""
 
     learning_rate: float = 2.5e-4
     """learning rate of Adam"""
@@ -84,18 +90,20 @@ class Args(SebulbaArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.channels = tuple(self.channels)
+        self.channels, self.hiddens = tuple(self.channels), tuple(self.hiddens)
 
 
 def validate(args: Args) -> None:
     """Raises UsageError on the first argument of the algorithm that cannot work."""
-    require_at_least(args, 1, "total_timesteps", "num_steps", "num_minibatches", "update_epochs", "hidden")
+    require_at_least(args, 1, "total_timesteps", "num_steps", "num_minibatches", "update_epochs")
     require_at_least(args, 1, "gradient_accumulation_steps")
     require_at_least(args, 0, "seed", "clip_coef", "ent_coef", "vf_coef")
     require_positive(args, "learning_rate", "max_grad_norm")
     require_unit_interval(args, "gamma", "gae_lambda")
     if not args.channels or min(args.channels) < 1:
         raise bad("channels", args.channels, "needs at least one stage, of at least 1 channel")
+    if not args.hiddens or min(args.hiddens) < 1:
+        raise bad("hiddens", args.hiddens, "needs at least one layer, of at least 1 unit")
 
 
 def validate_shards(args: Args, layout: Layout) -> None:
@@ -155,37 +163,21 @@ class ConvSequence(nn.Module):
 class ImpalaCNN(nn.Sequential):
     """The larger network of https://arxiv.org/abs/1802.01561 (figure 3), no LSTM: bytes [B, C, H, W] -> [B, hidden]"""
 
-    def __init__(self, obs_shape: Sequence[int], channels: Sequence[int], hidden: int) -> None:
+    def __init__(self, obs_shape: Sequence[int], channels: Sequence[int], hiddens: Sequence[int]) -> None:
         in_channels, height, width = obs_shape
-        stages = []
+        layers = []
         for out_channels in channels:
-            stages.append(ConvSequence(in_channels, out_channels))
+            layers.append(ConvSequence(in_channels, out_channels))
             in_channels, height, width = out_channels, (height + 1) // 2, (width + 1) // 2
-        super().__init__(
-            *stages,
-            nn.ReLU(),
-            nn.Flatten(),
-            layer_init(nn.Linear(in_channels * height * width, hidden)),
-            nn.ReLU(),
-        )
+        layers += [nn.ReLU(), nn.Flatten()]
+        in_features = in_channels * height * width
+        for out_features in hiddens:
+            layers += [layer_init(nn.Linear(in_features, out_features)), nn.ReLU()]
+            in_features = out_features
+        super().__init__(*layers)
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
-        # On a CPU, convolutions are up to twice as fast with the channels last.
-        return super().forward((obs / 255.0).contiguous(memory_format=torch.channels_last))
-
-
-class BlockConv(nn.Conv2d):
-    """A convolution of bytes / 255 at a stride of 4 pixels, computed as one of blocks of 4 x 4 pixels at a stride of 1.
-
-    A pixel has a few channels, of which convolutions are slow; a block has 16 times as many.
-    """
-
-    def forward(self, obs: torch.Tensor) -> torch.Tensor:
-        channels, height, width = obs.shape[1:]
-        # Four pixels of a row are one number here, a quarter as many to move.
-        rows = obs.view(torch.int32).view(-1, channels, height // 4, 4, width // 4).permute(0, 2, 4, 1, 3)
-        blocks = rows.reshape(-1, height // 4, width // 4, channels * 4).view(torch.uint8).permute(0, 3, 1, 2)
-        return F.conv2d(blocks.float(), F.pixel_unshuffle(self.weight, 4) / 255.0, self.bias)
+        return super().forward(obs / 255.0)
 
 
 class NatureCNN(nn.Sequential):
@@ -193,7 +185,7 @@ class NatureCNN(nn.Sequential):
 
     def __init__(self, obs_shape: Sequence[int]) -> None:
         super().__init__(
-            layer_init(BlockConv(obs_shape[0], 32, 8, stride=4)),
+            layer_init(nn.Conv2d(obs_shape[0], 32, 8, stride=4)),
             nn.ReLU(),
             layer_init(nn.Conv2d(32, 64, 4, stride=2)),
             nn.ReLU(),
@@ -203,6 +195,9 @@ class NatureCNN(nn.Sequential):
             layer_init(nn.Linear(64 * 7 * 7, 512)),
             nn.ReLU(),
         )
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        return super().forward(obs / 255.0)
 
 
 class ImageAgent(nn.Module):
@@ -236,12 +231,16 @@ class VectorAgent(nn.Module):
             nn.Tanh(),
             layer_init(nn.Linear(64, 64)),
             nn.Tanh(),
-            layer_init(nn.Linear(64, out_dim), std=std),
+            layer_init(Float32Linear(64, out_dim), std=std),
         )
 
     def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         obs = obs.flatten(1).float()
         return self.actor(obs), self.critic(obs).squeeze(-1)
+
+
+# Of the flags, what ``make_agent`` reads; they are kept in model.pt.
+NETWORK_FLAGS = ("torso", "channels", "hiddens")
 
 
 def make_agent(space: gym.spaces.Box, num_actions: int, args: Args) -> nn.Module:
@@ -254,7 +253,7 @@ def make_agent(space: gym.spaces.Box, num_actions: int, args: Args) -> nn.Module
         raise bad("torso", torso, f"is for images; observations are {space.dtype} of shape {space.shape}")
     if torso == "nature":
         return ImageAgent(NatureCNN(space.shape), 512, num_actions)
-    return ImageAgent(ImpalaCNN(space.shape, args.channels, args.hidden), args.hidden, num_actions)
+    return ImageAgent(ImpalaCNN(space.shape, args.channels, args.hiddens), args.hiddens[-1], num_actions)
 
 
 # ------------------------------------------------------------------------------------------------ TARGETS AND LOSSES
@@ -291,28 +290,34 @@ def weighted_mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return (x * weights).sum() / weights.sum().clamp(min=1.0)
 
 
-def ppo_loss(
-    logits: torch.Tensor,
-    newvalue: torch.Tensor,
-    actions: torch.Tensor,
-    logprobs: torch.Tensor,
-    advantages: torch.Tensor,
-    returns: torch.Tensor,
-    weights: torch.Tensor,
-    args: Args,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """PPO's clipped loss over one minibatch.
+class Minibatch(NamedTuple):
+    """Steps that are learned from, [B, ...] each."""
 
-    Args:
-        logits, newvalue: [B, num_actions] and [B], what the agent says now.
-        actions: [B] int64; the others [B]. ``weights`` is 0 for steps that only reset an environment, else 1.
+    obs: torch.Tensor
+    actions: torch.Tensor
+    logprobs: torch.Tensor
+    advantages: torch.Tensor
+    returns: torch.Tensor
+    weights: torch.Tensor  # 0 where a step only reset its environment, else 1
 
-    Returns:
-        the loss, and [6]: policy loss, value loss, entropy, old_approx_kl, approx_kl, clipfrac (detached).
-    """
-    all_logprobs = logits.float().log_softmax(1)
-    newlogprob = all_logprobs.gather(1, actions.unsqueeze(1)).squeeze(1)
-    logratio = newlogprob - logprobs
+
+class Losses(NamedTuple):
+    """What is logged of an update, each a tensor without shape."""
+
+    policy_loss: torch.Tensor
+    value_loss: torch.Tensor
+    entropy: torch.Tensor
+    old_approx_kl: torch.Tensor
+    approx_kl: torch.Tensor
+    clipfrac: torch.Tensor
+
+
+def ppo_loss(agent: nn.Module, minibatch: Minibatch, args: Args) -> tuple[torch.Tensor, Losses]:
+    """PPO's clipped loss over one minibatch, and its parts (detached)."""
+    obs, actions, logprobs, advantages, returns, weights = minibatch
+    logits, newvalue = agent(obs)
+    probs = Categorical(logits=logits, validate_args=False)
+    logratio = probs.log_prob(actions) - logprobs
     ratio = logratio.exp()
 
     # approx_kl: http://joschu.net/blog/kl-approx.html
@@ -329,45 +334,36 @@ def ppo_loss(
     pg_loss1 = -advantages * ratio
     pg_loss2 = -advantages * torch.clamp(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
     pg_loss = weighted_mean(torch.max(pg_loss1, pg_loss2), weights)
-    v_loss = 0.5 * weighted_mean((newvalue.float() - returns) ** 2, weights)
-    entropy = weighted_mean(-(all_logprobs.exp() * all_logprobs).sum(1), weights)
+    v_loss = 0.5 * weighted_mean((newvalue - returns) ** 2, weights)
+    entropy = weighted_mean(probs.entropy(), weights)
     loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
-    parts = torch.stack([pg_loss, v_loss, entropy, old_approx_kl, approx_kl, clipfrac])
-    return loss, parts.detach()
-
-
-LOSS_NAMES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
+    losses = pg_loss, v_loss, entropy, old_approx_kl, approx_kl, clipfrac
+    return loss, Losses(*(x.detach() for x in losses))
 
 
 # ------------------------------------------------------------------------------------------------------------ UPDATE
 
 
-class Batch(NamedTuple):
-    """A shard's rollout with its targets, at addresses that never change."""
-
-    rollout: Rollout
-    advantages: torch.Tensor  # [T, n], like the next two
-    returns: torch.Tensor
-    weights: torch.Tensor  # 0 where a step only reset its environment
+class Batch(Minibatch):
+    """All steps of a shard's rollout with their targets, [T, n, ...] each, at addresses that never change."""
 
     @classmethod
     def of(cls, rollout: Rollout) -> "Batch":
-        return cls(rollout, *(torch.zeros_like(rollout.rewards) for _ in range(3)))
+        targets = (torch.zeros_like(rollout.rewards) for _ in range(3))
+        return cls(rollout.obs[:-1], rollout.actions, rollout.logprobs, *targets)
 
-    def minibatch(self, inds: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Rows ``inds`` of obs, actions, logprobs, advantages, returns, weights; steps and environments flattened."""
-        columns = (self.rollout.actions, self.rollout.logprobs, self.advantages, self.returns, self.weights)
-        return self.rollout.obs[:-1].flatten(0, 1)[inds], *(column.flatten()[inds] for column in columns)
+    def minibatch(self, inds: torch.Tensor) -> Minibatch:
+        """Rows ``inds`` [B], counted through steps and environments."""
+        return Minibatch(*(column.flatten(0, 1)[inds] for column in self))
 
 
-def fill_targets(batch: Batch, get_value: Callable[[torch.Tensor], torch.Tensor], args: Args) -> None:
+def fill_targets(batch: Batch, rollout: Rollout, get_value: Callable, args: Args) -> None:
     """Advantages, returns and weights of a shard, from the values that the actors computed.
 
     Args:
         get_value: [n, ...] -> [n]; values the observations that the last step led to, with the learner's parameters:
             those that the actors played with at policy lag 0, newer ones at more.
     """
-    rollout = batch.rollout
     values = torch.cat([rollout.values, get_value(rollout.obs[-1]).unsqueeze(0)])
     terminations, dones = rollout.terminations.float(), rollout.dones.float()
     advantages = compute_gae(rollout.rewards, values, terminations, dones, args.gamma, args.gae_lambda)
@@ -376,77 +372,110 @@ def fill_targets(batch: Batch, get_value: Callable[[torch.Tensor], torch.Tensor]
     batch.weights.copy_(1.0 - rollout.resets.float())
 
 
-def make_optimizer(agent: nn.Module, args: Args) -> FlatAdam:
-    return FlatAdam(agent, lr=args.learning_rate, eps=1e-5)
+def make_update(
+    agent: nn.Module, optimizer: Adam, batches: Sequence[Batch], args: Args
+) -> tuple[Callable, list[Callable], Callable]:
+    """The functions of an update that are compiled. An optimiser step is two, between which the learners sum.
 
+    Args:
+        batches: those of this learner's shards.
 
-def make_update(agent: nn.Module, optimizer: FlatAdam, shards: Shards, args: Args, device: torch.device) -> Update:
-    """A rollout's epochs of minibatches; each minibatch takes a part of every shard, and their gradients are summed."""
-    batches = [Batch.of(rollout) for rollout in shards.rollouts]
-    num_rows = batches[0].advantages.numel()
-    num_parts = args.num_minibatches * args.gradient_accumulation_steps
-    num_iterations = args.total_timesteps // (args.num_envs * args.num_steps)
-    # The mean over shards and accumulated parts of losses that are means themselves.
-    scale = 1.0 / (shards.total * args.gradient_accumulation_steps)
+    Returns:
+        ``get_value(obs)``: [n, ...] -> [n];
+        ``gradient(mb_inds)`` for each batch: the part of these rows in the minibatch's gradient and losses, [P + 6];
+        ``step(summed)``: takes the step along the sum of all parts; returns the losses [6] (of Losses).
+    """
+    device_type = optimizer.params[0].device.type
+    autocast = partial(torch.autocast, device_type, torch.bfloat16, enabled=args.amp == "bf16")
+    sizes = [p.numel() for p in optimizer.params]
 
+    @torch.no_grad()
     def get_value(obs: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=args.amp == "bf16"):
-            return agent(obs)[1].float()
+        with autocast():
+            return agent(obs)[1]
 
-    def make_gradient(batch: Batch) -> Callable[[torch.Tensor], torch.Tensor]:
-        def gradient(inds: torch.Tensor) -> torch.Tensor:
-            obs, *rest = batch.minibatch(inds)
+    def make_gradient(batch: Batch) -> Callable:
+        # A minibatch's losses are the mean over all shards, and over the parts that are accumulated.
+        num_parts = args.num_envs // batch.actions.shape[1] * args.gradient_accumulation_steps
 
-            def loss_fn(params: torch.Tensor):
-                with torch.autocast(device.type, torch.bfloat16, enabled=args.amp == "bf16"):
-                    outputs = optimizer.apply(params, obs)
-                loss, parts = ppo_loss(*outputs, *rest, args)
-                return scale * loss, scale * parts
-
-            # torch.func instead of .backward(), which breaks the graph in three.
-            grad, parts = torch.func.grad(loss_fn, has_aux=True)(optimizer.params)
-            return torch.cat([grad, parts])
+        def gradient(mb_inds: torch.Tensor) -> torch.Tensor:
+            with autocast():
+                loss, losses = ppo_loss(agent, batch.minibatch(mb_inds), args)
+            loss.backward()
+            # One vector, which is one message to the other learners.
+            message = torch.cat([*(p.grad.reshape(-1) for p in optimizer.params), torch.stack(losses)]) / num_parts
+            optimizer.zero_grad()
+            return message
 
         return gradient
 
     def step(summed: torch.Tensor) -> torch.Tensor:
-        grad, parts = summed.split([len(optimizer.params), len(LOSS_NAMES)])
-        optimizer.step(clip_grad_norm(grad, args.max_grad_norm))
-        return parts.clone()
+        # Copies: clipping views in place would compile to a loop over the whole vector for each of them.
+        *grads, losses = torch.split_with_sizes_copy(summed, [*sizes, len(Losses._fields)])
+        for p, grad in zip(optimizer.params, grads, strict=True):
+            p.grad = grad.view(p.shape)
+        # TorchInductor's code for CPUs has no way into foreach's norm but a slow one.
+        nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=device_type == "cuda")
+        optimizer.step()
+        optimizer.zero_grad()
+        return losses
 
-    get_value, step, *gradients = make_executables([get_value, step, *map(make_gradient, batches)], args, device)
+    return get_value, [make_gradient(batch) for batch in batches], step
 
-    def warm_up() -> None:
-        inds = torch.arange(num_rows // num_parts, device=device)
-        for _ in range(WARMUP_CALLS if args.compile or args.cudagraphs else 1):
-            fill_targets(batches[0], get_value, args)
-            for gradient in gradients:
-                step(gradient(inds))
 
-    def update(number: int) -> torch.Tensor:
-        if args.anneal_lr:
-            optimizer.lr.fill_(args.learning_rate * (1.0 - (number - 1.0) / num_iterations))
-        for batch in batches:
-            fill_targets(batch, get_value, args)
-        losses = torch.zeros(len(LOSS_NAMES), device=device)
-        for epoch in range(args.update_epochs):
-            generators = [
-                shard_generator(args.seed, shard, (number - 1) * args.update_epochs + epoch) for shard in shards.numbers
-            ]
-            inds = [torch.from_numpy(generator.permutation(num_rows)).to(device) for generator in generators]
-            b_inds = [shard_inds.view(args.num_minibatches, -1) for shard_inds in inds]
-            for minibatch in range(args.num_minibatches):
-                vectors = [
-                    sum_in_order(map(gradient, mb_inds[minibatch].chunk(args.gradient_accumulation_steps)))
-                    for gradient, mb_inds in zip(gradients, b_inds, strict=True)
-                ]
-                losses += step(shards.sum_over(vectors))
-        return losses / (args.update_epochs * args.num_minibatches)
+def train_epoch(
+    b_inds: Sequence[torch.Tensor], gradients: Sequence[Callable], step: Callable, sum_over_shards: Callable, args: Args
+) -> torch.Tensor:
+    """An optimiser step for each minibatch, which is a part of every shard; returns the mean of their losses [6].
 
-    return Update(warm_up, update, num_steps=args.update_epochs * args.num_minibatches)
+    Args:
+        b_inds: of each shard here, its rows in random order.
+        gradients: of each shard here.
+        sum_over_shards: what these say -> the sum of what all learners' say.
+    """
+    parts = args.num_minibatches, args.gradient_accumulation_steps
+    losses = []
+    for mb_inds in zip(*(inds.view(*parts, -1) for inds in b_inds), strict=True):
+        messages = [sum_in_order(map(gradient, inds)) for gradient, inds in zip(gradients, mb_inds, strict=True)]
+        losses.append(step(sum_over_shards(messages)))
+    return torch.stack(losses).mean(0)
 
 
 # ------------------------------------------------------------------------------------------------------------ ACTING
+
+
+def make_act(agent: Callable, args: Args) -> Callable:
+    """The function ``act(obs, noise)``: [n, ...], Gumbel noise [n, num_actions] -> [3, n].
+
+    It returns actions, their log-probabilities and values: as one tensor of float32, in which an action is exact.
+    """
+
+    @torch.no_grad()
+    def act(obs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(obs.device.type, torch.bfloat16, enabled=args.amp == "bf16"):
+            logits, values = agent(obs)
+        # A sample of the softmax: https://en.wikipedia.org/wiki/Gumbel_distribution#Gumbel_reparameterization_tricks
+        actions = (logits + noise).argmax(1)
+        logprobs = logits.log_softmax(1).gather(1, actions.unsqueeze(1)).squeeze(1)
+        return torch.stack([actions.float(), logprobs, values])
+
+    return act
+
+
+def play(thread: ActorThread, act: Callable, args: Args) -> None:
+    """The acting loop, on a thread of its own: plays all rollouts of the run."""
+    obs, _ = thread.envs.reset()
+    resets = np.zeros(len(obs), bool)  # where the next step only resets its environment
+    for rollout in thread.rollouts():  # with the parameters that are due; delivered after the loop's body
+        noise = gumbel_noise(args.seed, thread.numbers, rollout.steps, thread.num_actions, thread.device)
+        for step in range(args.num_steps):
+            device_obs = rollout.observe(step, obs)
+            for block in thread.blocks:  # all environments at once, or shard by shard
+                rollout.choices[step, :, block] = act(device_obs[block], noise[step, block])
+            obs, rewards, terminations, truncations, infos = thread.envs.step(rollout.actions(step))
+            rollout.record(step, rewards, terminations, truncations, resets, infos)
+            resets = terminations | truncations
+        rollout.observe(args.num_steps, obs)
 
 
 def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
@@ -469,9 +498,14 @@ def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray
 # ------------------------------------------------------------------------------------------------------- EXECUTABLES
 
 
-def make_executables(functions: Sequence[Callable], args: Args, device: torch.device) -> list[Callable]:
-    """``functions``, compiled and captured as the flags say. Actors do the same with their inference."""
-    return [make_executable(fn, device, args.compile, args.cudagraphs) for fn in functions]
+def make_executables(
+    acts: Sequence[Callable], get_value: Callable, gradients: Sequence[Callable], step: Callable, start: Start
+) -> tuple[list[Callable], Callable, list[Callable], Callable]:
+    """Its functions, compiled and captured as the flags say."""
+    args = start.args
+    executable = partial(make_executable, device=start.device, compile=args.compile, cudagraphs=args.cudagraphs)
+    acts = [executable(act, cpp_wrapper=False, urgent=True) for act in acts]
+    return acts, executable(get_value), [executable(gradient) for gradient in gradients], executable(step)
 
 
 # -------------------------------------------------------------------------------------------------------------- MAIN
@@ -479,15 +513,49 @@ def make_executables(functions: Sequence[Callable], args: Args, device: torch.de
 
 def main(args: Args) -> None:
     validate(args)
-    algorithm = Algorithm(
-        make_agent=make_agent,
-        make_optimizer=make_optimizer,
-        make_update=make_update,
-        validate=validate_shards,
-        network_flags=("torso", "channels", "hidden"),
-        loss_names=LOSS_NAMES,
-    )
-    start(args, __file__, algorithm)
+    start = resolve_start(args)
+    validate_shards(args, start.layout)
+    agent = make_agent(start.space, start.num_actions, args)
+    if start.part is None:
+        supervise(start, __file__)  # a process for each device, every one of which runs this script
+        return
+    device = start.device
+    num_rows = start.layout.shard_size * args.num_steps
+    agent.to(device, memory_format=torch.channels_last)
+    optimizer = Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
+    network = {name: getattr(args, name) for name in NETWORK_FLAGS}
+
+    with join(start, __file__, agent, optimizer, network) as worker:
+        # Of the actor threads and shards of this process, of which it may have none.
+        acts = [make_act(thread.agent, args) for thread in worker.threads]
+        batches = [Batch.of(rollout) for rollout in worker.shards.values()]
+        get_value, gradients, step = make_update(agent, optimizer, batches, args)
+        acts, get_value, gradients, step = make_executables(acts, get_value, gradients, step, start)
+
+        with worker.warm_up():
+            for _ in range(WARMUP_CALLS if args.compile or args.cudagraphs else 1):
+                with one_thread():  # as actor threads have
+                    for thread, act in zip(worker.threads, acts, strict=True):
+                        act(*thread.example)
+                for batch, rollout, gradient in zip(batches, worker.shards.values(), gradients, strict=True):
+                    fill_targets(batch, rollout, get_value, args)
+                    mb_inds = torch.arange(num_rows // args.num_minibatches, device=device)
+                    step(gradient(mb_inds.chunk(args.gradient_accumulation_steps)[0]))
+        for thread, act in zip(worker.threads, acts, strict=True):
+            thread.start(play, act, args)
+
+        for number in worker.rollouts_due():  # none where nothing is learned
+            if args.anneal_lr:
+                frac = 1.0 - (number - 1.0) / start.num_updates
+                optimizer.param_groups[0]["lr"].fill_(frac * args.learning_rate)
+            for batch, rollout in zip(batches, worker.shards.values(), strict=True):
+                fill_targets(batch, rollout, get_value, args)
+            losses = torch.zeros(len(Losses._fields), device=device)
+            for epoch in range((number - 1) * args.update_epochs, number * args.update_epochs):
+                orders = [shard_generator(args.seed, shard, epoch).permutation(num_rows) for shard in worker.shards]
+                b_inds = [torch.from_numpy(order).to(device) for order in orders]
+                losses += train_epoch(b_inds, gradients, step, worker.sum_over_shards, args) / args.update_epochs
+            worker.publish(Losses(*losses), optimizer_steps=args.update_epochs * args.num_minibatches)
 
 
 if __name__ == "__main__":

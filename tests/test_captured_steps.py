@@ -2,7 +2,6 @@
 
 import importlib
 from contextlib import nullcontext
-from functools import partial
 
 import gymnasium as gym
 import numpy as np
@@ -13,12 +12,11 @@ from test_on_policy_equality import NUM_ACTIONS, make_side, mode_args, modules_o
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from leanrl.sebulba.actor import make_act
-from leanrl.sebulba.algorithm import Shards
+from leanrl.sebulba.actor import ActingAgent
 from leanrl.sebulba.rollout import Rollout
 from leanrl.support.layers import Float32
 from leanrl.support.normalization import RunningMoments
-from leanrl.support.optim import Adam
+from leanrl.support.optim import Adam, RMSprop
 from leanrl.support.replay import LastStep, Replay
 
 META, NUM_ENVS = torch.device("meta"), 3
@@ -117,30 +115,43 @@ def pqn_atari():
     return [lambda: policy_step(side.rollout.obs[0]), update]
 
 
-def actor_learner(name: str):
-    """An update's warm-up, which calls all that is captured of it, and the actors' inference."""
-    script = importlib.import_module(f"leanrl.{name}")
-    args = script.Args(num_envs=NUM_ENVS, num_steps=4, num_minibatches=1)
+def cleanba_ppo():
+    script = importlib.import_module("leanrl.cleanba_ppo")
+    args = script.Args(num_envs=NUM_ENVS, num_steps=4, norm_adv=False)
+    agent, rollout, act = actor_learner(script, args)
+    batch = script.Batch.of(rollout)
+    get_value, (gradient,), step = script.make_update(agent, Adam(agent.parameters(), lr=1e-3), [batch], args)
+    script.fill_targets(batch, rollout, get_value, args)
+    inds = torch.arange(8, device=META)
+    return [lambda: get_value(rollout.obs[-1]), lambda: step(gradient(inds)), act]
+
+
+def cleanba_impala():
+    script = importlib.import_module("leanrl.cleanba_impala")
+    args = script.Args(num_envs=NUM_ENVS, num_steps=4)
+    agent, rollout, act = actor_learner(script, args)
+    (gradient,), step = script.make_update(agent, RMSprop(agent.parameters(), lr=1e-3), [rollout], args)
+    envs = torch.arange(2, device=META)
+    return [lambda: step(gradient(envs)), act]
+
+
+def actor_learner(script, args):
     space = gym.spaces.Box(0, 255, (4, 20, 20), np.uint8)
-    agent = script.make_agent(space, 3, args).to(META)
-    rollout = Rollout.allocate(args.num_steps, NUM_ENVS, space.shape, torch.uint8, META)
-    shards = Shards([0], [rollout], 1, lambda vectors: vectors[0])
-    update = script.make_update(agent, script.make_optimizer(agent, args), shards, args, META)
-    act, _ = make_act(agent, args.amp, META)
-    return [update.warm_up, lambda: act(rollout.obs[0], torch.zeros(NUM_ENVS, 3, device=META))]
+    agent = script.make_agent(space, 3, args).to(META, memory_format=torch.channels_last)
+    rollout = Rollout.allocate(space, args.num_steps, NUM_ENVS, META)
+    act, noise = script.make_act(ActingAgent(agent, args.amp), args), torch.zeros(NUM_ENVS, 3, device=META)
+    return agent, rollout, lambda: act(rollout.obs[0], noise)
 
 
-cleanba_ppo, cleanba_impala = (partial(actor_learner, name) for name in ("cleanba_ppo", "cleanba_impala"))
-
-
-@pytest.mark.parametrize("make", [td3, sac, dqn, pqn, ppo, ppo_atari, pqn_atari, cleanba_ppo, cleanba_impala])
+@pytest.mark.parametrize(
+    "make", [td3, sac, dqn, pqn, ppo, ppo_atari, pqn_atari, cleanba_ppo, cleanba_impala], ids=lambda make: make.__name__
+)
 def test_nothing_leaves_the_device(make, monkeypatch):
     as_on_a_gpu(monkeypatch)
-    with torch.set_grad_enabled(make in FORMER_OPERATIONS):
-        for captured in make():
-            with Watch() as watch:
-                captured()
-            assert watch.count > 5 and not watch.off_device
+    for captured in make():
+        with Watch() as watch:
+            captured()
+        assert watch.count > 5 and not watch.off_device
     with Watch() as watch:  # and what does leave it is seen
         torch.zeros(3).to(META)
     assert watch.off_device

@@ -12,7 +12,7 @@ from sebulba_runs import run_alone, tiny
 
 from leanrl.sebulba import worker
 from leanrl.sebulba.collectives import Collectives
-from leanrl.sebulba.learner import TIMELINE_FILE
+from leanrl.sebulba.records import TIMELINE_FILE
 from leanrl.support.executables import CUDAGRAPH_WARMUP, WARMUP_CALLS
 from leanrl.support.onegraph import OneGraph
 
@@ -82,8 +82,9 @@ class OneRank(Collectives):
     def __init__(self, layout, part, device: torch.device, args) -> None:
         super().__init__(layout, part, device, args)
         backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device_id)
-        self._alone, self._learners = False, dist.group.WORLD
+        self._store = dist.HashStore()
+        dist.init_process_group(backend, store=self._store, rank=0, world_size=1, device_id=device_id)
+        self._learners = dist.group.WORLD
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])

@@ -23,7 +23,7 @@ PQN |= {"anneal_lr": True, "gamma": 0.99, "q_lambda": 0.65, "max_grad_norm": 10.
 PQN |= {"start_e": 1.0, "end_e": 0.05, "exploration_fraction": 0.5}
 PQN_ATARI = PQN | {"num_envs": 8, "end_e": 0.01, "exploration_fraction": 0.1, "total_timesteps": 10_000_000}
 CLEANBA = {"local_num_envs": 48, "num_actor_threads": 2, "total_timesteps": 50_000_000, "num_minibatches": 4}
-CLEANBA |= {"gamma": 0.99, "ent_coef": 0.01, "vf_coef": 0.5, "channels": (16, 32, 32), "hidden": 256}
+CLEANBA |= {"gamma": 0.99, "ent_coef": 0.01, "vf_coef": 0.5, "channels": (16, 32, 32), "hiddens": (256,)}
 EXPECTED = {
     "ppo_continuous_action": PPO,
     "ppo_atari_envpool": ATARI,

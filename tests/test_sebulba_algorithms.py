@@ -1,32 +1,34 @@
 """Networks, targets and losses of the distributed scripts against slow transcriptions of their papers."""
 
-import importlib
+import inspect
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from sebulba_runs import DISTRIBUTED
 from test_on_policy_targets import random_rollout, slow_gae
 
 import leanrl.cleanba_impala as impala
 import leanrl.cleanba_ppo as ppo
 import leanrl.ppo_atari_envpool as atari
-from leanrl.sebulba.actor import make_act
+from leanrl.sebulba.actor import ActingAgent, flatten
 from leanrl.support.errors import UsageError
-from leanrl.support.optim import FlatRMSProp
 
 IMAGES = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
 VECTORS = gym.spaces.Box(-1, 1, (10, 5), np.float32)
 
 
-@pytest.fixture(params=DISTRIBUTED)
-def module(request):
-    return importlib.import_module(f"leanrl.{request.param}")
-
-
 # ---------------------------------------------------------------------------------------------------------- NETWORKS
+
+
+SHARED = "layer_init conv3x3 ResidualBlock ConvSequence ImpalaCNN NatureCNN ImageAgent VectorAgent make_agent "
+SHARED += "make_act play load_policy"
+
+
+@pytest.mark.parametrize("name", SHARED.split())
+def test_what_the_scripts_share_has_the_same_words(name):
+    assert inspect.getsource(getattr(impala, name)) == inspect.getsource(getattr(ppo, name))
 
 
 def same_max_pool(x):
@@ -43,22 +45,23 @@ def same_max_pool(x):
 
 
 @pytest.mark.parametrize("size", [(84, 84), (42, 42), (21, 21), (11, 84), (5, 8)])
-def test_pooling_pads_as_same_does(module, size):
-    sequence = module.ConvSequence(2, 3)
+def test_pooling_pads_as_same_does(size):
+    sequence = ppo.ConvSequence(2, 3)
     x = torch.randn(2, 2, *size)
     expected = sequence.blocks(same_max_pool(sequence.conv(x)))
     torch.testing.assert_close(sequence(x), expected)
 
 
-def test_impala_network(module):
+def test_impala_network():
     torch.manual_seed(0)
-    agent = module.make_agent(IMAGES, 18, module.Args())
+    agent = ppo.make_agent(IMAGES, 18, ppo.Args())
     obs = torch.randint(0, 256, (3, 4, 84, 84), dtype=torch.uint8)
     logits, values = agent(obs)
     assert logits.shape == (3, 18) and values.shape == (3,)
     # 84 -> 42 -> 21 -> 11, and 15 convolutions.
     convolutions = [m for m in agent.modules() if isinstance(m, torch.nn.Conv2d)]
     assert len(convolutions) == 15 and agent.torso[-2].in_features == 11 * 11 * 32
+    assert ppo.make_agent(IMAGES, 18, ppo.Args(hiddens=(8, 6)))(obs)[0].shape == (3, 18)
     for conv in convolutions:
         fan_in = conv.weight[0].numel()
         assert conv.weight.std().item() == pytest.approx(fan_in**-0.5, rel=0.1)
@@ -75,41 +78,29 @@ def test_impala_network(module):
     torch.testing.assert_close(values, agent.critic(hidden).squeeze(1), rtol=1e-3, atol=1e-5)
 
 
-def test_nature_network(module):
-    torch.manual_seed(0)
-    agent = module.make_agent(IMAGES, 4, module.Args(torso="nature"))
-    obs = torch.randint(0, 256, (3, 4, 84, 84), dtype=torch.uint8)
-    hidden = obs / 255.0
-    for conv, stride in zip((agent.torso[0], agent.torso[2], agent.torso[4]), (4, 2, 1), strict=True):
-        hidden = F.conv2d(hidden, conv.weight, conv.bias, stride).relu()
-    hidden = agent.torso[-2](hidden.flatten(1)).relu()
-    logits, values = agent(obs)
-    torch.testing.assert_close(logits, agent.actor(hidden), rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(values, agent.critic(hidden).squeeze(1), rtol=1e-4, atol=1e-5)
-
-
-def test_the_observations_choose_the_network(module):
-    assert isinstance(module.make_agent(VECTORS, 3, module.Args()), module.VectorAgent)
-    nature = module.make_agent(IMAGES, 4, module.Args(torso="nature"))
+def test_the_observations_choose_the_network():
+    assert isinstance(ppo.make_agent(VECTORS, 3, ppo.Args()), ppo.VectorAgent)
+    nature = ppo.make_agent(IMAGES, 4, ppo.Args(torso="nature"))
     assert nature(torch.zeros(2, 4, 84, 84, dtype=torch.uint8))[0].shape == (2, 4)
-    assert isinstance(nature.torso, module.NatureCNN)
+    assert isinstance(nature.torso, ppo.NatureCNN)
     for torso in ("impala", "nature"):
         with pytest.raises(UsageError, match=f"--torso {torso}: "):
-            module.make_agent(VECTORS, 3, module.Args(torso=torso))
+            ppo.make_agent(VECTORS, 3, ppo.Args(torso=torso))
 
 
 @pytest.mark.parametrize("torso", ["impala", "nature"])
-def test_acting_in_bf16_is_autocast(module, torso):
+def test_acting_in_bf16_is_autocast(torso):
     """Bit for bit, with matrices that were rounded after the parameters changed last; heads are float32."""
     torch.manual_seed(0)
-    agent = module.make_agent(IMAGES, 4, module.Args(torso=torso))
-    act, refresh = make_act(agent, "bf16", torch.device("cpu"))
+    agent = ppo.make_agent(IMAGES, 4, ppo.Args(torso=torso))
+    ours = ActingAgent(agent, "bf16")
+    act = ppo.make_act(ours, ppo.Args(amp="bf16"))
     obs, noise = torch.randint(0, 256, (3, *IMAGES.shape), dtype=torch.uint8), torch.randn(3, 4)
     with torch.no_grad():
         before = act(obs, noise)
         for parameter in agent.parameters():
             parameter.mul_(2.0)
-        refresh()
+        ours.load(flatten(agent.parameters()))
         actions, logprobs, values = after = act(obs, noise)
         with torch.autocast("cpu", torch.bfloat16):
             logits, expected = agent(obs)
@@ -129,34 +120,33 @@ def test_gae_equals_the_sum(seed):
 
 
 def minibatch(seed=0, size=64, num_actions=4):
-    """logits, newvalue, actions, logprobs, advantages, returns, weights."""
+    """Logits and values, and what they are compared with; ``obs`` are only numbers."""
     g = torch.Generator().manual_seed(seed)
     logits = torch.randn(size, num_actions, generator=g)
     actions = torch.randint(num_actions, (size,), generator=g)
     logprobs = logits.log_softmax(1)[torch.arange(size), actions] + 0.3 * torch.randn(size, generator=g)
-    rest = [torch.randn(size, generator=g) * scale + 1 for scale in (1, 3, 2)]
+    values, *targets = [torch.randn(size, generator=g) * scale + 1 for scale in (1, 3, 2)]
     weights = (torch.rand(size, generator=g) > 0.2).float()
-    return logits, rest[0], actions, logprobs, rest[1], rest[2], weights
+    return logits, values, ppo.Minibatch(torch.zeros(size), actions, logprobs, *targets, weights)
 
 
 @pytest.mark.parametrize("norm_adv", [True, False])
 def test_ppo_loss_is_the_papers_over_live_rows(norm_adv):
-    args = ppo.Args(norm_adv=norm_adv)
-    logits, newvalue, actions, logprobs, advantages, returns, weights = minibatch()
-    loss, parts = ppo.ppo_loss(logits, newvalue, actions, logprobs, advantages, returns, weights, args)
-    live = weights > 0
+    logits, values, batch = minibatch()
+    loss, parts = ppo.ppo_loss(lambda obs: (logits, values), batch, ppo.Args(norm_adv=norm_adv))
+    live = batch.weights > 0
     policy = torch.distributions.Categorical(logits=logits[live])
-    ratio = (policy.log_prob(actions[live]) - logprobs[live]).exp()
-    adv = advantages[live]
+    ratio = (policy.log_prob(batch.actions[live]) - batch.logprobs[live]).exp()
+    adv = batch.advantages[live]
     adv = (adv - adv.mean()) / (adv.std() + 1e-8) if norm_adv else adv
     pg_loss = -torch.min(adv * ratio, adv * ratio.clamp(0.9, 1.1)).mean()
-    v_loss = 0.5 * ((newvalue - returns)[live] ** 2).mean()
+    v_loss = 0.5 * ((values - batch.returns)[live] ** 2).mean()
     entropy = policy.entropy().mean()
     torch.testing.assert_close(loss, pg_loss - 0.01 * entropy + 0.5 * v_loss)
     clipfrac = ((ratio - 1).abs() > 0.1).float().mean()
     assert 0.1 < clipfrac < 0.9
-    expected = torch.stack([pg_loss, v_loss, entropy, -ratio.log().mean(), (ratio - 1 - ratio.log()).mean(), clipfrac])
-    torch.testing.assert_close(parts, expected)
+    expected = (pg_loss, v_loss, entropy, -ratio.log().mean(), (ratio - 1 - ratio.log()).mean(), clipfrac)
+    torch.testing.assert_close(tuple(parts), expected)
 
 
 def test_on_images_ppo_is_that_of_one_process():
@@ -165,13 +155,13 @@ def test_on_images_ppo_is_that_of_one_process():
     ours, theirs = ppo.make_agent(IMAGES, 4, ppo.Args(torso="nature")), atari.Agent(4)
     theirs.load_state_dict(dict(zip(theirs.state_dict(), ours.state_dict().values(), strict=True)))
     obs = torch.randint(0, 256, (16, *IMAGES.shape), dtype=torch.uint8)
-    _, values, actions, noise, *targets, weights = minibatch(size=16)
-    logprobs = ours(obs)[0].log_softmax(1)[range(16), actions].detach() + 0.1 * noise
-    loss, parts = ppo.ppo_loss(*ours(obs), actions, logprobs, *targets, weights, ppo.Args())
+    _, values, batch = minibatch(size=16)
+    logprobs = ours(obs)[0].log_softmax(1)[range(16), batch.actions].detach() + 0.1 * batch.logprobs
+    batch = batch._replace(obs=obs, logprobs=logprobs)
+    loss, parts = ppo.ppo_loss(ours, batch, ppo.Args())
     args = atari.Args(clip_vloss=False)
-    batch = atari.Minibatch(obs, actions, logprobs, *targets, values, weights)
-    expected, losses = atari.ppo_loss(theirs, batch, args)
-    torch.testing.assert_close(parts, torch.stack(losses))
+    expected, losses = atari.ppo_loss(theirs, atari.Minibatch(values=values, **batch._asdict()), args)
+    torch.testing.assert_close(tuple(parts), tuple(losses))
     gradients = torch.autograd.grad(loss, list(ours.parameters()))
     expected_gradients = torch.autograd.grad(expected, list(theirs.parameters()))
     torch.testing.assert_close(gradients, expected_gradients, rtol=1e-3, atol=1e-5)
@@ -248,69 +238,46 @@ def loss_inputs(shift=0):
     actions = torch.randint(3, (30, 2), generator=g)
     logprobs = logits[:-1].log_softmax(-1).gather(-1, actions.unsqueeze(-1)).squeeze(-1)
     told = [x.float().roll(shift, 0) for x in (rewards, terminations, dones, (~resets).double())]
-    return logits, values.float(), actions, logprobs, *told
+    return logits, values.float(), impala.Minibatch(torch.zeros(31, 2), actions, logprobs, *told)
+
+
+def loss_of(logits, values, batch, **flags):
+    return impala.impala_loss(lambda obs: (logits.flatten(0, 1), values.flatten()), batch, impala.Args(**flags))
 
 
 @pytest.mark.parametrize("off_policy", [False, True])
 def test_true_values_have_no_loss(off_policy):
-    logits, values, actions, logprobs, *told = loss_inputs()
-    logprobs = logprobs + off_policy * 0.5 * torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(0))
-    assert 0 < told[1].sum() < told[2].sum()  # terminations and truncations
-    loss, parts = impala.impala_loss(logits, values, actions, logprobs, *told, impala.Args(ent_coef=0.0))
-    assert abs(loss.item()) < 1e-4 and parts[:2].abs().max() < 1e-4 and parts[2] > 1
+    logits, values, batch = loss_inputs()
+    noise = torch.randn(batch.logprobs.shape, generator=torch.Generator().manual_seed(0))
+    assert 0 < batch.terminations.sum() < batch.dones.sum()  # and truncations
+    loss, parts = loss_of(
+        logits, values, batch._replace(logprobs=batch.logprobs + off_policy * 0.5 * noise), ent_coef=0.0
+    )
+    assert abs(loss.item()) < 1e-4 and max(abs(parts.policy_loss), abs(parts.value_loss)) < 1e-4 and parts.entropy > 1
 
 
 @pytest.mark.parametrize("shift", [1, -1])
 def test_a_shift_in_time_has_a_loss(shift):
-    logits, values, actions, logprobs, *told = loss_inputs(shift)
-    _, parts = impala.impala_loss(logits, values, actions, logprobs, *told, impala.Args())
-    assert parts[:2].abs().min() > 1
+    _, parts = loss_of(*loss_inputs(shift))
+    assert min(abs(parts.policy_loss), abs(parts.value_loss)) > 1
 
 
 def test_reset_steps_change_nothing_of_impalas_loss():
-    logits, values, actions, logprobs, rewards, terminations, dones, weights = loss_inputs()
+    logits, values, batch = loss_inputs()
     values = values + torch.randn(values.shape, generator=torch.Generator().manual_seed(5))
-    resets = weights == 0
+    resets = batch.weights == 0
     assert resets.sum() > 3
 
-    def loss_and_gradient(logits, actions, logprobs, rewards):
+    def loss_and_gradient(logits, batch):
         inputs = [x.clone().requires_grad_() for x in (logits, values)]
-        told = (actions, logprobs, rewards, terminations, dones, weights)
-        loss, _ = impala.impala_loss(*inputs, *told, impala.Args())
+        loss, _ = loss_of(*inputs, batch)
         return loss.detach(), *torch.autograd.grad(loss, inputs)
 
-    before = loss_and_gradient(logits, actions, logprobs, rewards)
-    changed_logits = logits.clone()
+    before = loss_and_gradient(logits, batch)
+    changed_logits, more = logits.clone(), resets.float()
     changed_logits[:-1][resets] += 1.0
-    after = loss_and_gradient(
-        changed_logits, (actions + resets) % 3, logprobs + resets.float(), rewards + 9 * resets.float()
-    )
+    changes = {"logprobs": batch.logprobs + more, "rewards": batch.rewards + 9 * more}
+    after = loss_and_gradient(changed_logits, batch._replace(actions=(batch.actions + resets) % 3, **changes))
     for ours, theirs in zip(before, after, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
-    assert not torch.equal(before[0], loss_and_gradient(logits, actions, logprobs, rewards + 1)[0])
-
-
-def test_rmsprop_equals_pytorchs_and_exchanges_states_with_it():
-    torch.manual_seed(0)
-    plain, quick = torch.nn.Linear(7, 3), torch.nn.Linear(7, 3)
-    quick.load_state_dict(plain.state_dict())
-    theirs = torch.optim.RMSprop(plain.parameters(), lr=1e-2, alpha=0.99, eps=0.01)
-    ours = FlatRMSProp(quick, lr=1e-2, alpha=0.99, eps=0.01)
-
-    def steps(count):
-        for _ in range(count):
-            for parameter in plain.parameters():
-                parameter.grad = torch.randn(parameter.shape)
-            theirs.step()
-            with torch.no_grad():
-                ours.step(ours.flatten({name: p.grad for name, p in plain.named_parameters()}))
-        for p, q in zip(plain.parameters(), quick.parameters(), strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-
-    start = ours.params.clone()
-    steps(100)
-    assert (ours.params - start).abs().max() > 0.1
-    mine, others = ours.state_dict(), theirs.state_dict()
-    theirs.load_state_dict({**others, "state": mine["state"]})
-    ours.load_state_dict(others)
-    steps(50)
+    assert not torch.equal(before[0], loss_and_gradient(logits, batch._replace(rewards=batch.rewards + 1))[0])

@@ -1,27 +1,25 @@
 """From the steps of an environment to what is learned from them: rollouts, targets and masks, number by number."""
 
-import dataclasses
 import traceback
 from contextlib import closing
 
 import numpy as np
 import pytest
 import torch
+from gymnasium.spaces import Box
 from scripts import newest_checkpoint, summary
-from sebulba_runs import run_alone, tiny
+from sebulba_runs import ALONE, run_alone, tiny
 from test_on_policy_targets import slow_gae
 from test_sebulba_algorithms import slow_vtrace
 
 import leanrl.cleanba_impala as impala
 import leanrl.cleanba_ppo as ppo
-from leanrl.sebulba.actor import ActorThread
-from leanrl.sebulba.algorithm import Shards
+from leanrl.sebulba.actor import ActingAgent, ActorThread, flatten
 from leanrl.sebulba.collectives import sum_in_order
 from leanrl.sebulba.environments import make_pool
-from leanrl.sebulba.layout import Layout
-from leanrl.sebulba.params import ParamsSource
 from leanrl.sebulba.rollout import Rollout
-from leanrl.support.optim import FlatParameters
+from leanrl.sebulba.start import resolve_start
+from leanrl.support.optim import Adam, RMSprop
 from leanrl.support.tracking import read_metrics
 
 CPU = torch.device("cpu")
@@ -29,33 +27,32 @@ CPU = torch.device("cpu")
 # ---------------------------------------------------------------------------------------------------------- ROLLOUTS
 
 
-def played_rollouts(args: ppo.Args, count: int) -> list[Rollout]:
+def played_rollouts(monkeypatch, args: ppo.Args, count: int) -> list[Rollout]:
     """The first rollouts of a run's only actor thread, whose parameters never change."""
-    layout = Layout.of(args)
-    pool = make_pool(args.env_id, layout.thread_envs(0, 0), args.seed, args.protocol)
-    torch.manual_seed(0)
-    agent = ppo.make_agent(pool.single_observation_space, int(pool.single_action_space.n), args)
-    params = FlatParameters(agent).params
-    source = ParamsSource(params, 0, args.policy_lag, args.timeout)
-    told = (source, args, CPU, 0, count, lambda error, name: traceback.print_exception(error))
-    thread = ActorThread("actor", layout.pieces_of_thread(0, 0), pool, agent, *told)
-    thread.start()
+    for name, value in ALONE.items():
+        monkeypatch.setenv(name, value)
+    args.total_timesteps = count * args.local_num_envs * args.num_steps
+    start = resolve_start(args)
+    agent = ppo.make_agent(start.space, start.num_actions, args)
+    acting, fail = ActingAgent(agent, args.amp), lambda error, name: traceback.print_exception(error)
+    thread = ActorThread(start, 0, acting, 0, fail)
+    thread.start(ppo.play, ppo.make_act(acting, args), args)
     rollouts = []
     for number in range(1, count + 1):
         (rollout,) = thread.take("the test")
-        rollouts.append(dataclasses.replace(rollout, **{name: x.clone() for name, x in vars(rollout).items()}))
+        rollouts.append(Rollout(*(x.clone() for x in rollout)))
         thread.give_back([rollout])
-        source.publish(number, params)
-    thread.join()
+        thread.put_params(number, flatten(agent.parameters()))
+    thread.join(60)
     return rollouts
 
 
 @pytest.mark.parametrize("env_id, num_steps", [("Catch-v0", 19), ("MountainCar-v0", 200)])
-def test_rollouts_tell_what_their_actions_did(env_id, num_steps):
+def test_rollouts_tell_what_their_actions_did(monkeypatch, env_id, num_steps):
     """Played once more: Catch terminates every tenth step, and MountainCar's time runs out after 200."""
     num_envs = 3
     args = ppo.Args(env_id=env_id, num_steps=num_steps, local_num_envs=num_envs, num_actor_threads=1, timeout=60)
-    rollouts = played_rollouts(args, 2)
+    rollouts = played_rollouts(monkeypatch, args, 2)
     with closing(make_pool(env_id, range(num_envs), args.seed, args.protocol)) as pool:
         obs, _ = pool.reset()
         resets, returns, lengths = np.zeros(num_envs, bool), np.zeros(num_envs), np.zeros(num_envs)
@@ -88,7 +85,7 @@ def test_rollouts_tell_what_their_actions_did(env_id, num_steps):
 @pytest.fixture
 def rollout() -> Rollout:
     """Environment 0 terminates with step 1, and environment 1 runs out of time with step 2; then they reset."""
-    rollout = Rollout.allocate(6, 2, (4,), torch.float32, CPU)
+    rollout = Rollout.allocate(Box(-1, 1, (4,)), 6, 2, CPU)
     generator = torch.Generator().manual_seed(0)
     for x in (rollout.obs, rollout.values, rollout.rewards):
         x.copy_(torch.randn(x.shape, generator=generator))
@@ -100,67 +97,53 @@ def rollout() -> Rollout:
     return rollout
 
 
-def update_losses(module, rollout: Rollout, args) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits and values [T + 1, n] of an agent, and the losses of its only optimiser step on ``rollout``."""
+def network(module, rollout: Rollout) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
+    """An agent, and what it says of a rollout: logits and values [T + 1, n]."""
     torch.manual_seed(1)
     agent = module.VectorAgent(4, 3)
-    optimizer = module.make_optimizer(agent, args)
-    with torch.no_grad():
-        logits, values = agent(rollout.obs.flatten(0, 1))
-        update = module.make_update(agent, optimizer, Shards([0], [rollout], 1, sum_in_order), args, CPU)
-        return logits.view(7, 2, 3), values.view(7, 2), update.run(1)
-
-
-def test_ppos_targets(rollout):
-    args = ppo.Args(gamma=0.9, gae_lambda=0.8)
-    batch = ppo.Batch.of(rollout)
-    ppo.fill_targets(batch, lambda obs: obs.sum(1), args)
-    values = torch.cat([rollout.values, rollout.obs[-1:].sum(2)])
-    terminations, dones, live = rollout.terminations.float(), rollout.dones.float(), ~rollout.resets
-    expected = slow_gae(rollout.rewards, values, terminations, dones, 0.9, 0.8)
-    torch.testing.assert_close(batch.advantages[live], expected[live])
-    torch.testing.assert_close(batch.returns[live], (expected + rollout.values)[live])
-    assert torch.equal(batch.weights, live.float())
-    # Mistakes that the numbers would show.
-    for told in ((rollout.rewards, dones), (rollout.rewards.roll(1, 0), terminations)):
-        wrong = slow_gae(told[0], values, told[1], dones, 0.9, 0.8)
-        assert (wrong - expected)[live].abs().max() > 0.1
-
-    obs, actions, logprobs, advantages, returns, weights = batch.minibatch(torch.tensor([5, 4, 11]))
-    assert torch.equal(obs, torch.stack([rollout.obs[2, 1], rollout.obs[2, 0], rollout.obs[5, 1]]))
-    assert weights.tolist() == [1.0, 0.0, 1.0]
-    for rows, column in ((actions, rollout.actions), (logprobs, rollout.logprobs), (returns, batch.returns)):
-        assert rows.tolist() == [column[2, 1], column[2, 0], column[5, 1]]
-    assert advantages.tolist() == [batch.advantages[2, 1], batch.advantages[2, 0], batch.advantages[5, 1]]
+    logits, values = agent(rollout.obs.flatten(0, 1))
+    return agent, logits.detach().view(7, 2, 3), values.detach().view(7, 2)
 
 
 def test_ppo_learns_from_live_steps_and_their_targets(rollout):
     args = ppo.Args(num_steps=6, num_envs=2, total_timesteps=12, num_minibatches=1, update_epochs=1, norm_adv=False)
-    logits, values, losses = update_losses(ppo, rollout, args)
-    live = ~rollout.resets
-    told = torch.cat([rollout.values, values[-1:]])
-    advantages = slow_gae(rollout.rewards, told, rollout.terminations, rollout.dones, args.gamma, args.gae_lambda)[live]
+    agent, logits, values = network(ppo, rollout)
+    batch = ppo.Batch.of(rollout)
+    get_value, gradients, step = ppo.make_update(agent, Adam(agent.parameters(), args.learning_rate), [batch], args)
+    ppo.fill_targets(batch, rollout, get_value, args)
+    told = {"obs": rollout.obs, "actions": rollout.actions, "logprobs": rollout.logprobs, "weights": ~rollout.resets}
+    for name, rows in batch.minibatch(torch.tensor([5, 4, 11]))._asdict().items():
+        column = told.get(name, getattr(batch, name))
+        assert torch.equal(rows, torch.stack([column[2, 1], column[2, 0], column[5, 1]]).to(rows.dtype)), name
+
+    losses = ppo.train_epoch([torch.randperm(12)], gradients, step, sum_in_order, args)
+    live, old_values = ~rollout.resets, torch.cat([rollout.values, values[-1:]])
     newlogprob = logits[:-1].log_softmax(-1).gather(-1, rollout.actions.unsqueeze(-1)).squeeze(-1)
     ratio = (newlogprob - rollout.logprobs).exp()[live]
-    policy_loss = -torch.min(advantages * ratio, advantages * ratio.clamp(0.9, 1.1)).mean()
-    value_loss = 0.5 * ((values[:-1] - rollout.values)[live] - advantages).square().mean()
-    torch.testing.assert_close(losses[:2], torch.stack([policy_loss, value_loss]))
 
+    def plain_losses(rewards: torch.Tensor, terminations: torch.Tensor) -> torch.Tensor:
+        advantages = slow_gae(rewards, old_values, terminations, rollout.dones, args.gamma, args.gae_lambda)[live]
+        policy_loss = -torch.min(advantages * ratio, advantages * ratio.clamp(0.9, 1.1)).mean()
+        value_loss = 0.5 * ((values[:-1] - rollout.values)[live] - advantages).square().mean()
+        return torch.stack([policy_loss, value_loss])
 
-def test_impalas_minibatch(rollout):
-    obs, actions, logprobs, rewards, terminations, dones, weights = impala.minibatch(rollout, torch.tensor([1, 0]))
-    assert torch.equal(obs, rollout.obs.flip(1))
-    for column, whole in ((actions, rollout.actions), (logprobs, rollout.logprobs), (rewards, rollout.rewards)):
-        assert torch.equal(column, whole.flip(1))
-    # By step, environment 1 first.
-    assert terminations.tolist() == [[0, 0], [0, 1], [0, 0], [0, 0], [0, 0], [0, 0]]
-    assert dones.tolist() == [[0, 0], [0, 1], [1, 0], [0, 0], [0, 0], [0, 0]]
-    assert weights.tolist() == [[1, 1], [1, 1], [1, 0], [0, 1], [1, 1], [1, 1]]
+    torch.testing.assert_close(losses[:2], plain_losses(rollout.rewards, rollout.terminations))
+    # Mistakes that the numbers would show.
+    for told in ((rollout.rewards, rollout.dones), (rollout.rewards.roll(1, 0), rollout.terminations)):
+        assert (losses[:2] - plain_losses(*told)).abs().min() > 1e-3
 
 
 def test_impala_learns_from_live_steps_and_their_targets(rollout):
+    batch = impala.take_minibatch(rollout, torch.tensor([1, 0]))
+    for name in ("obs", "actions", "logprobs", "rewards", "terminations", "dones"):
+        ours = getattr(batch, name)
+        assert torch.equal(ours, getattr(rollout, name).flip(1).to(ours.dtype)), name
+    assert batch.weights.tolist() == [[1, 1], [1, 1], [1, 0], [0, 1], [1, 1], [1, 1]]
+
     args = impala.Args(num_steps=6, num_envs=2, total_timesteps=12, num_minibatches=1)
-    logits, values, losses = update_losses(impala, rollout, args)
+    agent, logits, values = network(impala, rollout)
+    gradients, step = impala.make_update(agent, RMSprop(agent.parameters(), args.learning_rate), [rollout], args)
+    losses = impala.train(torch.tensor([[[0, 1]]]), gradients, step, sum_in_order)
     logprob = logits[:-1].log_softmax(-1).gather(-1, rollout.actions.unsqueeze(-1)).squeeze(-1)
     log_rhos, live = logprob - rollout.logprobs, ~rollout.resets
 
@@ -176,15 +159,6 @@ def test_impala_learns_from_live_steps_and_their_targets(rollout):
 
 
 # ------------------------------------------------------------------------------------------------------------- ATARI
-
-
-@pytest.mark.parametrize("protocol, num_actions", [("cleanba", 18), ("cleanrl", 4)])
-def test_breakouts_actions_are_the_protocols(protocol, num_actions):
-    with closing(make_pool("Breakout-v5", range(2), 1, protocol)) as pool:
-        assert pool.single_action_space.n == num_actions
-        obs, _ = pool.reset()
-        assert obs.shape == (2, 4, 84, 84) and obs.dtype == np.uint8
-        pool.step(np.full(2, num_actions - 1))
 
 
 @pytest.mark.parametrize("protocol, num_actions", [("cleanba", 18), ("cleanrl", 4)])

@@ -9,10 +9,11 @@ from scripts import newest_checkpoint, summary
 from sebulba_runs import DISTRIBUTED, finish, launch, run_alone, tiny
 from torch.utils._pytree import tree_flatten_with_path
 
+import leanrl.cleanba_ppo as ppo
 import leanrl.sebulba.actor as actor
 import leanrl.sebulba.collectives as collectives
 import leanrl.sebulba.environments as environments
-import leanrl.sebulba.learner as learner
+from leanrl.sebulba.worker import Worker
 from leanrl.support.tracking import read_metrics
 from leanrl.tools.reproduce import Args, Run, command, difference, execute, fingerprint
 
@@ -27,19 +28,15 @@ def run_here(monkeypatch, folder, run):
     return {str(path): leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
 
 
-@pytest.mark.parametrize(
-    "script, lag, layouts",
-    # The first one's learners are listed in another order than their ranks'.
-    [("cleanba_ppo", 0, ["a0-l1,0-d1"]), ("cleanba_impala", 1, ["a0-l1,2-d1", "a0-l0-d2"])],
-)
-def test_layouts_learn_the_same(monkeypatch, tmp_path, script, lag, layouts):
+# The first one's learners are listed in another order than their ranks'. Two groups: see test_two_steps_of_a_job
+@pytest.mark.parametrize("script, lag, layout", [("cleanba_ppo", 0, "a0-l1,0-d1"), ("cleanba_impala", 1, "a0-l1,2-d1")])
+def test_layouts_learn_the_same(monkeypatch, tmp_path, script, lag, layout):
     alone = run_here(monkeypatch, tmp_path, Run(script, "a0-l0-d1", lag, True, UPDATES))
     assert summary(tmp_path / Run(script, "a0-l0-d1", lag, True, UPDATES).name)["optimizer_steps"] >= 2 * UPDATES
-    for layout in layouts:
-        run = Run(script, layout, lag, True, UPDATES)
-        assert fingerprint(execute(run, ARGS, tmp_path)) == fingerprint(alone)
-        lags = [row["stats/policy_lag"] for row in read_metrics(tmp_path / run.name)]
-        assert lags and set(lags) == {float(lag)}
+    run = Run(script, layout, lag, True, UPDATES)
+    assert fingerprint(execute(run, ARGS, tmp_path)) == fingerprint(alone)
+    lags = [row["stats/policy_lag"] for row in read_metrics(tmp_path / run.name)]
+    assert lags and set(lags) == {float(lag)}
 
 
 @pytest.mark.long
@@ -70,12 +67,12 @@ def seed_off(monkeypatch):
 
 def noise_off(monkeypatch):
     """One environment draws the noise of another."""
-    gumbel = actor.gumbel_noise
+    gumbel = ppo.gumbel_noise
 
     def noise(seed, envs, *rest):
         return gumbel(seed, range(envs.start + 1, envs.stop + 1), *rest)
 
-    monkeypatch.setattr(actor, "gumbel_noise", noise)
+    monkeypatch.setattr(ppo, "gumbel_noise", noise)
 
 
 def reduction_off(monkeypatch):
@@ -103,13 +100,13 @@ def test_exact_reduction_forbids_kernels_that_vary(monkeypatch, tmp_path):
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_wrong_lag_ends_the_run(monkeypatch, tmp_path, capsys, lag):
     """Actors that take a version too old, as "the latest there is" may be; the learner notices."""
-    due = actor.version_for
-    monkeypatch.setattr(
-        actor, "version_for", lambda number, lag, first: due(number, lag, first) - (number == 5 and lag > 0)
-    )
-    monkeypatch.setattr(actor.ParamsSource, "fetch", lambda self, version, out: None)
-    if lag == 0:
-        monkeypatch.setattr(actor, "version_for", lambda number, lag, first: due(number, 1, first))
+    begin = actor.ThreadRollout.__init__
+
+    def begin_late(self, thread, pieces, header):
+        late = header.rollout == 5 if lag else header.version > 0
+        begin(self, thread, pieces, header._replace(version=header.version - late))
+
+    monkeypatch.setattr(actor.ThreadRollout, "__init__", begin_late)
     flags = ["--total-timesteps=4096", f"--policy-lag={lag}", "--num-actor-threads=1", "--timeout=20"]
     assert run_alone(monkeypatch, "cleanba_impala", *tiny(tmp_path, *flags)) == 1
     number, came, wanted = (2, 0, 1) if lag == 0 else (5, 2, 3)
@@ -120,24 +117,18 @@ def test_a_wrong_lag_ends_the_run(monkeypatch, tmp_path, capsys, lag):
 @pytest.mark.parametrize("script", DISTRIBUTED)
 def test_acting_follows_the_learner(monkeypatch, tmp_path, script):
     """With lag 0, actors tell the probabilities and values of the parameters that the learner begins with."""
-    module = __import__(f"leanrl.{script}", fromlist=["main"])
-    make_update, errors = module.make_update, []
+    rollouts_due, errors = Worker.rollouts_due, []
 
-    def watched(agent, optimizer, shards, args, device):
-        update = make_update(agent, optimizer, shards, args, device)
+    @torch.no_grad()
+    def compare(worker):
+        for rollout in worker.shards.values():
+            logits, values = worker._agent(rollout.obs[:-1].flatten(0, 1))
+            told = rollout.actions.flatten()
+            logprobs = logits.log_softmax(1)[torch.arange(len(told)), told]
+            errors.append((logprobs - rollout.logprobs.flatten()).abs().max().item())
+            torch.testing.assert_close(rollout.values.flatten(), values, rtol=1e-5, atol=1e-5)
 
-        def run(number):
-            for rollout in shards.rollouts:
-                logits, values = agent(rollout.obs[:-1].flatten(0, 1))
-                told = rollout.actions.flatten()
-                logprobs = logits.log_softmax(1)[torch.arange(len(told)), told]
-                errors.append((logprobs - rollout.logprobs.flatten()).abs().max().item())
-                torch.testing.assert_close(rollout.values.flatten(), values, rtol=1e-5, atol=1e-5)
-            return update.run(number)
-
-        return update._replace(run=run)
-
-    monkeypatch.setattr(module, "make_update", watched)
+    monkeypatch.setattr(Worker, "rollouts_due", lambda self: (compare(self) or n for n in rollouts_due(self)))
     flags = ["--total-timesteps=5120", "--policy-lag=0", "--num-shards=2", "--learning-rate=0.01"]
     assert run_alone(monkeypatch, script, *tiny(tmp_path, *flags)) == 0
     assert len(errors) == 40 and max(errors) < 1e-5
@@ -145,26 +136,20 @@ def test_acting_follows_the_learner(monkeypatch, tmp_path, script):
 
 def test_actors_have_one_thread_of_pytorch_and_learners_theirs(monkeypatch, tmp_path):
     """From the first operation on: what an actor started once would disturb the learner's threads for good."""
-    numbers = {"fetch": set(), "play_rollout": set(), "iterate": set()}
+    watched = {"load": actor.ActingAgent, "observe": actor.ThreadRollout, "publish": Worker}
+    numbers = {name: set() for name in watched}
 
-    def noting(owner, name):
-        function = getattr(owner, name)
+    def noting(name, function):
+        return lambda *args, **kwargs: numbers[name].add(torch.get_num_threads()) or function(*args, **kwargs)
 
-        def noted(*args, **kwargs):
-            numbers[name].add(torch.get_num_threads())
-            return function(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, noted)
-
-    noting(actor.ParamsSource, "fetch")
-    noting(actor.ActorThread, "play_rollout")
-    noting(learner.Learner, "iterate")
+    for name, owner in watched.items():
+        monkeypatch.setattr(owner, name, noting(name, getattr(owner, name)))
     before = torch.get_num_threads()
     try:
         assert run_alone(monkeypatch, "cleanba_ppo", *tiny(tmp_path, "--total-timesteps=1024", "--num-threads=2")) == 0
     finally:
         torch.set_num_threads(before)
-    assert numbers == {"fetch": {1}, "play_rollout": {1}, "iterate": {2}}
+    assert numbers == {"load": {1}, "observe": {1}, "publish": {2}}
 
 
 @pytest.mark.parametrize("script", DISTRIBUTED)
@@ -186,15 +171,15 @@ def test_accumulated_gradients_are_the_whole_ones(monkeypatch, tmp_path, script)
 def test_environments_and_noise_are_disjoint(monkeypatch, tmp_path):
     """Over threads: no two environments of a run see the same, or draw the same."""
     seen, drawn = [], []
-    play, gumbel = actor.ActorThread.play_rollout, actor.gumbel_noise
+    observe, gumbel = actor.ThreadRollout.observe, ppo.gumbel_noise
 
-    def watch(self, rollout, header, obs, resets):
-        result = play(self, rollout, header, obs, resets)
-        seen.append(rollout[0].obs[0].clone())
-        return result
+    def watch(self, step, obs):
+        if step == 0:
+            seen.append(obs.copy())
+        return observe(self, step, obs)
 
-    monkeypatch.setattr(actor.ActorThread, "play_rollout", watch)
-    monkeypatch.setattr(actor, "gumbel_noise", lambda *args: drawn.append(gumbel(*args)) or drawn[-1])
+    monkeypatch.setattr(actor.ThreadRollout, "observe", watch)
+    monkeypatch.setattr(ppo, "gumbel_noise", lambda *args: drawn.append(gumbel(*args)) or drawn[-1])
     assert run_alone(monkeypatch, "cleanba_ppo", *tiny(tmp_path, "--total-timesteps=512", "--num-actor-threads=4")) == 0
     first, noise = np.concatenate(seen), np.concatenate(drawn, 1)
     assert len(np.unique(first, axis=0)) == 32 and noise.shape[1] == 32
@@ -205,13 +190,15 @@ def test_environments_and_noise_are_disjoint(monkeypatch, tmp_path):
 def test_replicas_that_differ_end_the_run(tmp_path):
     fault = """
 import os
+import torch
 import leanrl.support.optim as optim
-step = optim.FlatRMSProp.step
-def broken(self, grad):
-    step(self, grad)
+step = optim.RMSprop.step
+def broken(self):
+    step(self)
     if os.environ.get("RANK") == "1" and self.num_steps > 20:
-        self.params[7] += 1e-6
-optim.FlatRMSProp.step = broken
+        with torch.no_grad():
+            self.params[1][7] += 1e-6
+optim.RMSprop.step = broken
 """
     (tmp_path / "sitecustomize.py").write_text(fault)
     flags = tiny(tmp_path, "--learner-device-ids", 0, 1, "--total-timesteps=100000000", "--checksum-frequency=5")

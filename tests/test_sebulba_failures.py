@@ -28,11 +28,10 @@ from sebulba_runs import (
 
 from leanrl.sebulba import collectives
 from leanrl.sebulba.collectives import RUN, last_of_all, waiting_for
-from leanrl.sebulba.launch import local_store
 from leanrl.sebulba.layout import Layout
-from leanrl.sebulba.learner import Learner
 from leanrl.sebulba.status import STATUS_FD, UNDER_WAY, PeerLost, Status
-from leanrl.sebulba.supervisor import Child, Supervisor
+from leanrl.sebulba.supervisor import Child, Supervisor, local_store
+from leanrl.sebulba.worker import Worker
 from leanrl.support.signals import StopRequest
 
 LAYOUT = ["--actor-device-ids", 0, "--learner-device-ids", 1, 2]
@@ -84,19 +83,18 @@ def test_a_stopped_process_is_a_stall(endless):
     assert not alive(ranks)
 
 
-def test_silence_is_told_however_short_the_timeout(capfd):
-    told = json.dumps(UNDER_WAY).encode() + b"\n"
-    silent = f"import os, time; os.write(int(os.environ['{STATUS_FD}']), {told}); time.sleep(600)"
+@pytest.mark.parametrize(
+    "told, limits, expected",
+    [
+        (json.dumps(UNDER_WAY) + "\n", (60, 2), r"\d s"),  # however short the timeout
+        ("", (3, 2), r"([3-9]|\d\d+) s in its start, see --start-timeout"),  # a limit of its own
+    ],
+)
+def test_silence_is_told(capfd, told, limits, expected):
+    silent = f"import os, time; os.write(int(os.environ['{STATUS_FD}']), {told.encode()}); time.sleep(600)"
     child = Child("learner 7 (rank 9)", [sys.executable, "-c", silent], dict(os.environ))
-    assert Supervisor([child], start_timeout=60, timeout=2).run() == 1
-    assert re.fullmatch(r"learner 7 \(rank 9\) has not answered for \d s\n", capfd.readouterr().err)
-
-
-def test_a_start_that_is_silent_has_a_limit_of_its_own(capfd):
-    child = Child("learner 7 (rank 9)", [sys.executable, "-c", "import time; time.sleep(600)"], dict(os.environ))
-    assert Supervisor([child], start_timeout=3, timeout=2).run() == 1
-    told = r"learner 7 \(rank 9\) has not answered for ([3-9]|\d\d+) s in its start, see --start-timeout\n"
-    assert re.fullmatch(told, capfd.readouterr().err)
+    assert Supervisor([child], *limits).run() == 1
+    assert re.fullmatch(rf"learner 7 \(rank 9\) has not answered for {expected}\n", capfd.readouterr().err)
 
 
 def test_a_failure_that_is_told_after_a_signal_is_heard(capfd):
@@ -152,8 +150,8 @@ if os.environ.get("RANK") == "2":
     sleep = ctypes.PyDLL(None).sleep
     sleep(6)
     from leanrl.sebulba.worker import Worker
-    make_update = Worker._make_update
-    Worker._make_update = lambda *args: sleep(6) or make_update(*args)
+    warm_up = Worker.warm_up
+    Worker.warm_up = lambda self: sleep(6) or warm_up(self)
 """
 
 
@@ -165,7 +163,7 @@ def test_a_start_may_take_longer_than_the_timeout(tmp_path):
 
 def test_a_warm_up_that_takes_too_long_ends_the_run(tmp_path):
     """Where nobody else would: without a supervisor, and without peers that wait."""
-    hang = "import time; from leanrl.sebulba.actor import ActorThread; ActorThread.warm_up = lambda _: time.sleep(600)"
+    hang = "import time; import leanrl.support.devices as devices; devices.one_thread = lambda: time.sleep(600)"
     process = launch("cleanba_ppo", *tiny(tmp_path, "--start-timeout=2"), environ=ALONE | patched(tmp_path, hang))
     code, out = finish(process)
     assert code == 1 and "Traceback" not in out
@@ -298,10 +296,10 @@ def test_only_a_second_ctrl_c_interrupts(first):
 
 
 def test_a_rank_that_is_interrupted_ends_quietly(monkeypatch, capfd, tmp_path):
-    def interrupted(*args):
+    def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Learner, "iterate", interrupted)
+    monkeypatch.setattr(Worker, "publish", interrupted)
     assert run_alone(monkeypatch, "cleanba_ppo", *tiny(tmp_path, "--total-timesteps=256")) == 130
     assert "Traceback" not in capfd.readouterr().err
 

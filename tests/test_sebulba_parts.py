@@ -2,25 +2,27 @@
 
 import pickle
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from gymnasium.spaces import Box
+from sebulba_runs import ALONE
 
+import leanrl.cleanba_ppo as ppo
 import leanrl.sebulba.args
 import leanrl.sebulba.collectives as collectives
+from leanrl.sebulba.actor import ActingAgent, ActorThread
 from leanrl.sebulba.args import SebulbaArgs, pool_threads
 from leanrl.sebulba.collectives import sum_in_order
 from leanrl.sebulba.environments import make_pool
-from leanrl.sebulba.launch import first_host, slurm_task
 from leanrl.sebulba.layout import Layout, parse_layout
-from leanrl.sebulba.learner import Learner
 from leanrl.sebulba.mailbox import Mailbox, Stalled, Stopped
-from leanrl.sebulba.params import ParamsSource, version_for
+from leanrl.sebulba.pipeline import version_for
 from leanrl.sebulba.randomness import DRAWS_BITS, INCREMENT, _mix, gumbel_noise, random_bits, shard_generator
-from leanrl.sebulba.report import Report, Times, checksum, ended_episodes, returns_and_lengths
+from leanrl.sebulba.records import Report, checksum, ended_episodes, returns_and_lengths
 from leanrl.sebulba.rollout import Header, Rollout
+from leanrl.sebulba.start import first_host, resolve_start, slurm_task
 from leanrl.support.errors import UsageError
 
 # ------------------------------------------------------------------------------------------------------------ LAYOUT
@@ -198,54 +200,44 @@ def test_the_lag_schedule():
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2, 3])
-def test_threads_get_exactly_the_version_that_is_due(lag):
+def test_threads_get_exactly_the_version_that_is_due(monkeypatch, lag):
     """Two threads and a learner, as fast as they can: the schedule alone keeps versions apart."""
-    source = ParamsSource(torch.zeros(3), 0, lag, timeout=20)
-    outboxes, errors = [Mailbox(20), Mailbox(20)], []
+    for name, value in ALONE.items():
+        monkeypatch.setenv(name, value)
+    args = ppo.Args(
+        env_id="CartPole-v1", local_num_envs=1, num_steps=1, total_timesteps=600, policy_lag=lag, timeout=20
+    )
+    start, errors = resolve_start(args), []
+    agents = [ActingAgent(torch.nn.Linear(1, 1, bias=False), "none") for _ in range(2)]
+    threads = [ActorThread(start, i, agent, 0, lambda *error: errors.append(error)) for i, agent in enumerate(agents)]
 
-    def play(outbox):
-        try:
-            params = torch.zeros(3)
-            for rollout in range(1, 301):
-                source.fetch(version_for(rollout, lag), params)
-                outbox.put(params.clone())
-        except Exception as error:
-            errors.append(error)
+    def play(thread):
+        for rollout in thread.rollouts():
+            rollout.choices[:] = thread.agent(torch.ones(1))  # its only parameter
 
-    threads = [threading.Thread(target=play, args=(outbox,)) for outbox in outboxes]
-    for thread in threads:
-        thread.start()
+    for agent, thread in zip(agents, threads, strict=True):
+        agent.load(torch.zeros(1))
+        thread.start(play)
     for update in range(1, 301):
-        for outbox in outboxes:
-            assert outbox.get("a rollout").eq(version_for(update, lag)).all()
-        source.publish(update, torch.full((3,), float(update)))
+        for thread in threads:
+            (rollout,) = thread.take("the learner")
+            assert rollout.values == rollout.header[1] == version_for(update, lag)
+            thread.give_back([rollout])
+        for thread in threads:
+            thread.put_params(update, torch.full((1,), float(update)))
     for thread in threads:
-        thread.join()
+        thread.join(20)
     assert not errors
 
 
-def test_a_version_that_is_gone_or_out_of_order_is_an_error():
-    source = ParamsSource(torch.zeros(1), 5, policy_lag=0, timeout=1)
-    source.publish(6, torch.ones(1))
-    with pytest.raises(RuntimeError, match="parameters 5 are gone"):
-        source.fetch(5, torch.zeros(1))
-    with pytest.raises(RuntimeError, match="published after 6"):
-        source.publish(8, torch.ones(1))
-
-
 def test_waits_end_with_a_stall_or_a_stop():
-    mailbox, source = Mailbox(0.05), ParamsSource(torch.zeros(1), 0, 0, 0.05)
+    mailbox = Mailbox(0.05)
     with pytest.raises(Stalled, match=r"waited 0\.05 s for a thing"):
         mailbox.get("a thing")
-    with pytest.raises(Stalled, match=r"waited 0\.05 s for parameters 1 of the learner"):
-        source.fetch(1, torch.zeros(1))
-    mailbox, source = Mailbox(20), ParamsSource(torch.zeros(1), 0, 0, 20)
+    mailbox = Mailbox(20)
     threading.Timer(0.05, mailbox.close).start()
-    threading.Timer(0.05, source.close).start()
     with pytest.raises(Stopped):
         mailbox.get("a thing")
-    with pytest.raises(Stopped):
-        source.fetch(1, torch.zeros(1))
 
 
 # -------------------------------------------------------------------------------------------------------- RANDOMNESS
@@ -337,8 +329,11 @@ def test_environments_that_cannot_be_learned(env_id):
 # ----------------------------------------------------------------------------------------------------------- ROLLOUT
 
 
+CPU, NUMBERS, TIMES = torch.device("cpu"), Box(-1, 1, (1,)), (0.0,) * 4
+
+
 def test_a_rollout_is_one_message():
-    a, b = (Rollout.allocate(5, 3, (4, 2), torch.uint8, torch.device("cpu")) for _ in range(2))
+    a, b = (Rollout.allocate(Box(0, 255, (4, 6, 2), np.uint8), 5, 3, CPU) for _ in range(2))
     generator, written = torch.Generator().manual_seed(0), []
     for field in [a.header, *a.columns()]:
         limit = 2 if field.dtype == torch.bool else 256
@@ -348,7 +343,8 @@ def test_a_rollout_is_one_message():
     for ours, theirs in zip(written, [b.header, *b.columns()], strict=True):
         assert torch.equal(ours, theirs)
         assert theirs.data_ptr() % 64 == b.buffer.data_ptr() % 64
-    assert a.obs.shape == (6, 3, 4, 2) and a.actions.shape == (5, 3)
+    assert a.obs.shape == (6, 3, 4, 6, 2) and a.actions.shape == (5, 3)
+    assert a.obs[0].is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize("shards", [None, 12])
@@ -357,16 +353,15 @@ def test_episodes_are_told_by_step_and_environment(shards):
     layout, reports = layout_of("a0-l1,2,3-d1", 2, 48, shards), []
     ended = [(4, 95, 1.5), (0, 40, 2.5), (4, 3, 3.5), (1, 64, 4.5), (1, 31, 5.5)]
     for learner in range(3):
-        rollouts = []
+        rollouts = {}
         for shard in layout.shards_of(learner):
-            rollout = Rollout.allocate(5, layout.shard_size, (1,), torch.float32, torch.device("cpu"))
+            rollouts[shard] = rollout = Rollout.allocate(NUMBERS, 5, layout.shard_size, CPU)
             rollout.returns.fill_(torch.nan)
             for step, env, total in ended:
                 if env in (envs := layout.shard_envs(shard)):
                     rollout.returns[step, env - envs.start] = total
                     rollout.lengths[step, env - envs.start] = env
-            rollouts.append(rollout)
-        reports.append(Report(Times(), [], ended_episodes(layout, learner, rollouts)))
+        reports.append(Report(*TIMES, [], ended_episodes(layout, rollouts)))
     assert returns_and_lengths(reports) == ([2.5, 5.5, 4.5, 3.5, 1.5], [40, 31, 64, 3, 95])
 
 
@@ -400,26 +395,23 @@ class OneOfMany:
 @pytest.mark.parametrize("learner", [0, 40])
 def test_what_128_devices_tell_each_other(monkeypatch, text, groups, learner):
     """No process makes many groups, and reports are small: large ones took longer than some updates."""
-    layout, world = layout_of(text, 2, 48), OneOfMany(monkeypatch)
-    part, args = layout.learner_part(learner), SebulbaArgs()
-    ours = collectives.Collectives(layout, part, torch.device("cpu"), args)
-    shard = Rollout.allocate(128, layout.shard_size, (1,), torch.float32, torch.device("cpu"))
-    shard.returns.fill_(torch.nan)
-    shard.returns[::16, ::4] = 1.0  # an episode ends every 64 steps
+    layout, world, sent = layout_of(text, 2, 48), OneOfMany(monkeypatch), []
+    ours = collectives.Collectives(layout, layout.learner_part(learner), CPU, SebulbaArgs())
+    (shard,) = layout.shards_of(learner)
+    rollout = Rollout.allocate(NUMBERS, 128, layout.shard_size, CPU)
+    rollout.returns.fill_(torch.nan)
+    rollout.returns[::16, ::4] = 1.0  # an episode ends every 64 steps
     pieces = [(piece, Header(1)) for piece in layout.pieces_of_learner(learner)]
-    stands_for = {"pipeline": SimpleNamespace(exchange=lambda *args, **kwargs: pieces)}
-    stands_for["update"] = SimpleNamespace(run=lambda number: torch.zeros(6))
-    optimizer, sent = SimpleNamespace(params=torch.zeros(10)), []
     monkeypatch.setattr(ours, "exchange", lambda sends, *args: sent.extend(rank for rank, _ in sends))
-    rest = {"shards": [shard], "optimizer": optimizer, "collectives": ours, "source": None, "args": args}
-    trainee = Learner(layout, part, **stands_for, **rest)
-    iteration = trainee.iterate(1, 100, lambda: False)
-    assert world.groups == groups and not iteration.is_last
+    assert ours.gather_signs((False, 7)) == [[0, 7]] * layout.num_learners
+    reports = ours.gather_reports(Report(*TIMES, pieces, ended_episodes(layout, {shard: rollout})))
+    ours.pass_params(torch.zeros(10))
+    assert world.groups == groups
     if learner == 0:
-        episodes, _ = returns_and_lengths(iteration.reports)
+        episodes, _ = returns_and_lengths(reports)
         assert len(episodes) == layout.num_learners * 8 * layout.shard_size // 4 and world.received < 1e6
     else:
-        assert iteration.reports == [] and world.received <= 16 * layout.num_learners
+        assert reports == [] and world.received <= 16 * layout.num_learners
     assert sent == ([0] if text == "a0-l1,2,3-d32" and learner == 0 else [])
 
 

@@ -12,6 +12,8 @@ import socket
 import sys
 import threading
 from contextlib import suppress
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,18 +26,21 @@ from scripts import course, leaves, newest_checkpoint, run, run_on_a_terminal, s
 from sebulba_runs import DISTRIBUTED, finish, last_line, launch, ranks_of, run_alone, tiny, wait_for_log
 
 from leanrl import cleanba_ppo
-from leanrl.sebulba.actor import ActorThread
-from leanrl.sebulba.algorithm import Shards
+from leanrl.sebulba.actor import ThreadRollout
 from leanrl.sebulba.collectives import RUN, Collectives, sum_in_order
-from leanrl.sebulba.launch import FIRST_PORT, NUM_PORTS, local_store
 from leanrl.sebulba.layout import Layout
 from leanrl.sebulba.rollout import Rollout
+from leanrl.sebulba.start import FIRST_PORT, NUM_PORTS
 from leanrl.sebulba.status import PeerLost
+from leanrl.sebulba.supervisor import local_store
+from leanrl.sebulba.worker import Worker
 from leanrl.support.atari import PROTOCOLS
+from leanrl.support.checkpoints import save_checkpoint
 from leanrl.support.cli import parse_args
 from leanrl.support.errors import UsageError
-from leanrl.support.evaluation import atari_protocol, play
-from leanrl.support.executables import untouched
+from leanrl.support.evaluation import atari_protocol, in_todays_layout, play
+from leanrl.support.executables import WARMUP_CALLS, make_executable, untouched
+from leanrl.support.optim import Adam, RMSprop
 from leanrl.support.run import Run
 from leanrl.support.tracking import read_metrics
 from leanrl.tools.trials import REPOSITORY
@@ -96,20 +101,31 @@ def test_a_run_and_its_records(monkeypatch, tmp_path, script):
     assert [kind for kind, *_ in lines[0]["spans"]["actor thread 1 (rank 0)"]][1:] == ["wait for parameters", "rollout"]
 
 
-def test_a_saved_agent_plays(monkeypatch, tmp_path):
-    assert run_alone(monkeypatch, "cleanba_impala", *tiny(tmp_path, "--total-timesteps=40960", "--save-model")) == 0
-    returns = play(tmp_path / "run", episodes=10)
-    assert len(returns) == 10 and sum(returns) / 10 > 60  # a random policy has 22 on average
+def test_a_trained_agent_is_evaluated(monkeypatch, tmp_path):
+    flags = tiny(tmp_path, "--total-timesteps=40960", "--evaluate-episodes=10")
+    assert run_alone(monkeypatch, "cleanba_impala", *flags) == 0
+    returns = json.loads((tmp_path / "run" / "evaluation.json").read_text())["returns"]
+    assert returns == play(tmp_path / "run", episodes=10) and np.mean(returns) > 60  # a random policy has 22 on average
+    *_, logged = read_metrics(tmp_path / "run")
+    assert logged == {"global_step": 40960, "evaluation/episodic_return": np.mean(returns)}
 
 
-@pytest.mark.parametrize("script", DISTRIBUTED)
-def test_a_saved_agent_acts_as_in_training(script):
-    module = importlib.import_module(f"leanrl.{script}")
+def test_models_with_one_hidden_layer_still_load():
+    space = Box(0, 255, (4, 20, 20), np.uint8)
     torch.manual_seed(0)
-    agent = module.VectorAgent(4, 3)
+    agent = cleanba_ppo.make_agent(space, 3, cleanba_ppo.Args(channels=(4,), hiddens=(32,)))
+    model = {"agent": agent.state_dict(), "network": {"torso": "impala", "channels": [4], "hidden": 32}}
+    spaces = SimpleNamespace(single_observation_space=space, single_action_space=Discrete(3))
+    obs = np.zeros((1000, *space.shape), np.uint8)
+    assert set(cleanba_ppo.load_policy(in_todays_layout(model), spaces)(obs)) == {0, 1, 2}
+
+
+def test_a_saved_agent_acts_as_in_training():
+    torch.manual_seed(0)
+    agent = cleanba_ppo.VectorAgent(4, 3)
     torch.nn.init.normal_(agent.actor[-1].bias)
     spaces = {"single_observation_space": Box(-1, 1, (4,)), "single_action_space": Discrete(3)}
-    policy = module.load_policy({"agent": agent.state_dict(), "network": {}}, SimpleNamespace(**spaces))
+    policy = cleanba_ppo.load_policy({"agent": agent.state_dict(), "network": {}}, SimpleNamespace(**spaces))
     obs = torch.randn(1, 4)
     frequencies = np.bincount(policy(obs.expand(10_000, -1).numpy())) / 10_000
     assert frequencies == pytest.approx(agent(obs)[0].softmax(1)[0].tolist(), abs=0.02) and max(frequencies) < 0.9
@@ -126,10 +142,9 @@ def test_an_agent_plays_what_gymnasium_does_not_have(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("protocol", ["cleanba", "cleanrl"])
 def test_an_atari_agent_is_evaluated_by_its_own_protocol(protocol):
-    module = importlib.import_module("leanrl.cleanba_ppo")
     args = {"env_id": "Breakout-v5", "protocol": protocol}
-    assert atari_protocol(module, args) is PROTOCOLS[protocol]
-    assert atari_protocol(module, {**args, "env_id": "Catch-v0"}) is None
+    assert atari_protocol(cleanba_ppo, args) is PROTOCOLS[protocol]
+    assert atari_protocol(cleanba_ppo, {**args, "env_id": "Catch-v0"}) is None
 
 
 # -------------------------------------------------------------------------------------------------- STOPS AND RESUMES
@@ -169,31 +184,25 @@ def test_a_signal_to_an_actor_stops_all(tmp_path):
     assert code == 0 and summary(tmp_path / "run")["interrupted"], out
 
 
-@pytest.mark.parametrize("script", DISTRIBUTED)
-def test_a_stop_finishes_the_update_and_no_more(monkeypatch, tmp_path, script):
-    module, asked = importlib.import_module(f"leanrl.{script}"), []
-    make_update = module.make_update
+def test_a_stop_finishes_the_update_and_no_more(monkeypatch, tmp_path):
+    rollouts_due, finish_run, asked = Worker.rollouts_due, Run.finish, []
 
-    def watched(*args):
-        update = make_update(*args)
-
-        def run(number):
+    def watched(self):
+        for number in rollouts_due(self):
             if number == 5:
                 signal.raise_signal(signal.SIGUSR1)
             asked.append(number)
-            return update.run(number)
-
-        return update._replace(run=run)
+            yield number
 
     def finish(self, state):
         # What is saved now may take longer than a thread would wait for its next parameters.
-        assert not any(isinstance(thread, ActorThread) for thread in threading.enumerate())
+        assert not any("actor thread" in thread.name for thread in threading.enumerate())
         return finish_run(self, state)
 
-    finish_run = Run.finish
     monkeypatch.setattr(Run, "finish", finish)
-    monkeypatch.setattr(module, "make_update", watched)
-    assert run_alone(monkeypatch, script, *tiny(tmp_path, "--total-timesteps=25600", "--log-frequency=2")) == 0
+    monkeypatch.setattr(Worker, "rollouts_due", watched)
+    flags = tiny(tmp_path, "--total-timesteps=25600", "--log-frequency=2")
+    assert run_alone(monkeypatch, "cleanba_impala", *flags) == 0
     assert asked == [1, 2, 3, 4, 5] and summary(tmp_path / "run")["interrupted"]
     assert last_step(tmp_path / "run") == newest_checkpoint(tmp_path / "run")[0] == 5 * 256
     assert [row["global_step"] for row in read_metrics(tmp_path / "run")] == [2 * 256, 4 * 256, 5 * 256]
@@ -201,35 +210,39 @@ def test_a_stop_finishes_the_update_and_no_more(monkeypatch, tmp_path, script):
 
 def test_what_has_diverged_is_not_checkpointed(monkeypatch, capsys, tmp_path):
     """However seldom log points come."""
-    module = importlib.import_module("leanrl.cleanba_impala")
-    make_update = module.make_update
+    publish = Worker.publish
 
-    def diverging(*args):
-        update = make_update(*args)
-        return update._replace(run=lambda number: update.run(number) * (torch.nan if number == 3 else 1.0))
+    def diverging(self, losses, optimizer_steps):
+        publish(self, losses._replace(policy_loss=losses[0] * (torch.nan if self._number == 3 else 1)), optimizer_steps)
 
-    monkeypatch.setattr(module, "make_update", diverging)
+    monkeypatch.setattr(Worker, "publish", diverging)
     flags = tiny(tmp_path, "--total-timesteps=25600", "--log-frequency=100", "--checkpoint-every=256")
     assert run_alone(monkeypatch, "cleanba_impala", *flags) == 1
-    assert "training diverged: losses/policy_loss is nan at step 768" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "training diverged: losses/policy_loss is nan at step 768" in err and "--checkpoint-every" not in err
     assert newest_checkpoint(tmp_path / "run")[0] == 512
 
 
-@pytest.mark.parametrize("every, is_told", [(255, True), (256, False)])
-def test_a_checkpoint_after_every_update_is_told(monkeypatch, capsys, tmp_path, every, is_told):
-    assert (
-        run_alone(monkeypatch, "cleanba_ppo", *tiny(tmp_path, f"--checkpoint-every={every}", "--total-timesteps=256"))
-        == 0
-    )
-    line = "warning: --checkpoint-every 255: less than the 256 steps of an update: every update will be saved"
-    assert (line in capsys.readouterr().err.splitlines()) == is_told
+def test_a_checkpoint_that_does_not_fit_is_refused(monkeypatch, capsys, tmp_path):
+    assert run_alone(monkeypatch, "cleanba_ppo", *tiny(tmp_path, "--total-timesteps=512")) == 0
+    step, state = newest_checkpoint(tmp_path / "run")
+    state["script"]["agent"]["actor.0.weight"] = torch.zeros(3, 3)
+    identity = {"script": "cleanba_ppo", "env_id": "CartPole-v1"}
+    save_checkpoint(tmp_path / "run" / "checkpoints", step, identity, state)
+    capsys.readouterr()
+    assert run_alone(monkeypatch, "cleanba_ppo", "--resume", tmp_path / "run", "--total-timesteps=1024") == 2
+    err = capsys.readouterr().err
+    assert re.match(r"cleanba_ppo.py: --resume .*: its checkpoint does not fit \(size mismatch for actor.0", err)
+    assert err.count("\n") == 1
 
 
 def test_resuming_with_other_groups_is_refused(monkeypatch, capsys, tmp_path):
-    assert run_alone(monkeypatch, "cleanba_ppo", *tiny(tmp_path, "--total-timesteps=512")) == 0
+    flags = tiny(tmp_path, "--total-timesteps=512", "--checkpoint-every=255")
+    assert run_alone(monkeypatch, "cleanba_ppo", *flags) == 0
+    line = "warning: --checkpoint-every 255: less than the 256 steps of an update: every update will be saved"
+    assert line in capsys.readouterr().err.splitlines()
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
-    capsys.readouterr()
     assert run("cleanba_ppo", "--resume", tmp_path / "run", "--total-timesteps=2048") == 2
     reason = "was started with 16 environments in all, this start has 32; start as many groups as then"
     assert capsys.readouterr().err == f"cleanba_ppo.py: --resume {tmp_path / 'run'}: {reason}\n"
@@ -260,23 +273,27 @@ def test_a_group_that_never_comes_is_not_waited_for_long(monkeypatch, free_port)
         Collectives(layout, layout.parts[1], torch.device("cpu"), cleanba_ppo.Args(start_timeout=1))
 
 
-def test_two_steps_of_a_job_run_side_by_side(tmp_path, free_port):
-    """On one host, each with two groups: neither run sees anything of the other."""
+def test_two_steps_of_a_job_run_side_by_side(monkeypatch, tmp_path, free_port):
+    """On one host, each with two groups: neither run sees anything of the other, and both equal that of one group."""
     slurm = {"SLURM_JOB_ID": str(int(free_port) - FIRST_PORT), "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2"}
-    flags = ["--distributed", "--num-actor-threads=1", "--total-timesteps=2560"]
+    flags = ["--exact-reduction", "--num-shards=2", "--total-timesteps=2560"]
     groups = [
         launch(
             "cleanba_impala",
-            *tiny(tmp_path / step, *flags, f"--seed={step}"),
+            *tiny(tmp_path / step, *flags, "--distributed", "--num-actor-threads=1", f"--seed={step}"),
             environ={**slurm, "SLURM_STEP_ID": step, "SLURM_PROCID": task},
         )
         for task, step in itertools.product("01", "01")
     ]
     for code, out in map(finish, groups):
         assert code == 0, out
-    results = [summary(tmp_path / step / "run") for step in "01"]
-    assert [(result["seed"], result["global_step"]) for result in results] == [(0, 2560), (1, 2560)]
-    assert results[0]["episodic_return"] != results[1]["episodic_return"]
+    states = []
+    for step in "01":
+        assert run_alone(monkeypatch, "cleanba_impala", *tiny(tmp_path / "one" / step, *flags, f"--seed={step}")) == 0
+        ours, theirs = (newest_checkpoint(folder / step / "run") for folder in (tmp_path, tmp_path / "one"))
+        assert ours[0] == theirs[0] == 2560
+        states += [leaves(state["script"]) for _, state in (ours, theirs)]
+    assert states[0] == states[1] != states[2] == states[3]
 
 
 def meets(monkeypatch, rank: int, port: int) -> None:
@@ -316,13 +333,14 @@ def test_a_local_store_listens_on_loopback_only():
 
 @pytest.mark.parametrize("script", DISTRIBUTED)
 def test_resume_restores_all(monkeypatch, capsys, tmp_path, script):
-    firsts, play_rollout = {}, ActorThread.play_rollout
+    firsts, observe = {}, ThreadRollout.observe
 
-    def noting(self, rollout, header, obs, resets):
-        firsts.setdefault(header.rollout, {})[self.pieces[0].envs.start] = obs.copy()
-        return play_rollout(self, rollout, header, obs, resets)
+    def noting(self, step, obs):
+        if step == 0:
+            firsts.setdefault(self.steps.start // 16, {})[self._thread.name] = obs.copy()
+        return observe(self, step, obs)
 
-    monkeypatch.setattr(ActorThread, "play_rollout", noting)
+    monkeypatch.setattr(ThreadRollout, "observe", noting)
     flags = tiny(tmp_path, "--total-timesteps=2560")
     assert run_alone(monkeypatch, script, *flags) == 0
     before = newest_checkpoint(tmp_path / "run")[1]
@@ -335,11 +353,7 @@ def test_resume_restores_all(monkeypatch, capsys, tmp_path, script):
     assert run_alone(monkeypatch, script, "--resume", tmp_path / "run") == 0
     after = newest_checkpoint(tmp_path / "run")[1]
     assert course(tmp_path / "run") == rows
-    for key in ("agent", "optimizer"):
-        for a, b in zip(
-            *map(torch.utils._pytree.tree_leaves, (before["script"][key], after["script"][key])), strict=True
-        ):
-            assert torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+    assert leaves(before["script"]) == leaves(after["script"])
     # A timeline that is damaged where the run will write it again anyway.
     copy = shutil.copytree(tmp_path / "run", tmp_path / "copy")
     with open(tmp_path / "run" / "timeline.jsonl", "a") as file:
@@ -375,10 +389,9 @@ def test_stops_on_a_return_and_on_time(monkeypatch, tmp_path):
     assert not summary(tmp_path / "time" / "run")["interrupted"]
 
 
-@pytest.mark.parametrize("script", DISTRIBUTED)
-def test_a_terminal_is_told_what_next(tmp_path, script):
+def test_a_terminal_is_told_what_next(tmp_path):
     flags = tiny(tmp_path, "--total-timesteps=512", "--save-model", "--learner-device-ids", 0, 1)
-    code, lines = run_on_a_terminal(script, *flags)
+    code, lines = run_on_a_terminal("cleanba_ppo", *flags)
     run_dir = tmp_path / "run"
     assert code == 0 and lines[-1] == f"{run_dir}: play: ./run.sh evaluate {run_dir}", lines
     assert (run_dir / "model.pt").exists()
@@ -429,21 +442,17 @@ def test_layouts_of_cleanbas_readme(tmp_path, learners):
 # ----------------------------------------------------------------------------------------------------------- COMPILED
 
 
-def random_shards(num_shards, obs_shape=(4,), num_steps=16, num_envs=8):
+def random_rollout(device):
     generator = torch.Generator().manual_seed(0)
-    rollouts = []
-    for _ in range(num_shards):
-        rollout = Rollout.allocate(num_steps, num_envs, obs_shape, torch.float32, torch.device("cpu"))
-        rollout.obs.copy_(torch.randn(rollout.obs.shape, generator=generator))
-        rollout.actions.copy_(torch.randint(2, rollout.actions.shape, generator=generator))
-        rollout.logprobs.copy_(-0.7 + 0.1 * torch.randn(rollout.logprobs.shape, generator=generator))
-        rollout.values.copy_(torch.randn(rollout.values.shape, generator=generator))
-        rollout.rewards.copy_(torch.randn(rollout.rewards.shape, generator=generator))
-        for flag in (rollout.terminations, rollout.resets):
-            flag.copy_(torch.rand(flag.shape, generator=generator) < 0.1)
-        rollout.dones.copy_(rollout.terminations | (torch.rand(rollout.dones.shape, generator=generator) < 0.1))
-        rollouts.append(rollout)
-    return Shards(range(num_shards), rollouts, num_shards, sum_in_order)
+    rollout = Rollout.allocate(Box(-1, 1, (4,)), 16, 8, torch.device("cpu"))
+    for column, scale in ((rollout.obs, 1), (rollout.logprobs, 0.1), (rollout.values, 1), (rollout.rewards, 1)):
+        column.copy_(scale * torch.randn(column.shape, generator=generator))
+    rollout.logprobs.sub_(0.7)
+    rollout.actions.copy_(torch.randint(2, rollout.actions.shape, generator=generator))
+    for flag in (rollout.terminations, rollout.resets, rollout.dones):
+        flag.copy_(torch.rand(flag.shape, generator=generator) < 0.1)
+    rollout.dones.logical_or_(rollout.terminations)
+    return Rollout(*(tensor.to(device) for tensor in rollout))
 
 
 MODES = [
@@ -457,28 +466,35 @@ MODES = [
 @pytest.mark.parametrize("mode, device", MODES)
 def test_compiled_updates_equal_eager_ones(script, mode, device):
     """Hundreds of gradient steps, from a warm-up that left no trace."""
-    module, device = importlib.import_module(f"leanrl.{script}"), torch.device(device)
-    params, losses = [], []
+    module, device, outcomes = importlib.import_module(f"leanrl.{script}"), torch.device(device), []
     for switches in ({}, mode):
         args = module.Args(num_steps=16, total_timesteps=100 * 128, num_minibatches=2, num_envs=8, **switches)
         torch.manual_seed(0)
-        agent = module.VectorAgent(4, 2).to(device)
-        optimizer = module.make_optimizer(agent, args)
-        shards = random_shards(1)
-        rollouts = [Rollout(*(tensor.to(device) for tensor in vars(rollout).values())) for rollout in shards.rollouts]
-        shards = dataclasses.replace(shards, rollouts=rollouts)
-        with torch.no_grad():
-            update = module.make_update(agent, optimizer, shards, args, device)
-            start = optimizer.params.clone()
-            with untouched(optimizer.tensors(), device):
-                update.warm_up()
-            assert torch.equal(optimizer.params, start) and optimizer.num_steps.item() == 0
-            losses.append(torch.stack([update.run(number).cpu() for number in range(1, 51)]))
-        params.append(optimizer.params.cpu())
-        assert (params[-1] - start.cpu()).abs().max() > 1e-2
-        assert optimizer.num_steps.item() == 50 * update.num_steps
-    torch.testing.assert_close(params[0], params[1], rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(losses[0], losses[1], rtol=1e-2, atol=1e-3)
+        agent, rollout = module.VectorAgent(4, 2).to(device), random_rollout(device)
+        start = deepcopy(agent.state_dict())
+        optimizer = (Adam if script == "cleanba_ppo" else RMSprop)(agent.parameters(), lr=args.learning_rate)
+        if script == "cleanba_ppo":
+            batch = module.Batch.of(rollout)
+            get_value, gradients, step = module.make_update(agent, optimizer, [batch], args)
+            module.fill_targets(batch, rollout, get_value, args)
+            rows = torch.arange(128, device=device)
+            train = partial(module.train_epoch, [rows], args=args)
+        else:
+            gradients, step = module.make_update(agent, optimizer, [rollout], args)
+            train = partial(module.train, torch.arange(8, device=device).view(2, 1, -1))
+        *gradients, step = (make_executable(fn, device, args.compile, args.cudagraphs) for fn in (*gradients, step))
+        train = partial(train, gradients=gradients, step=step, sum_over_shards=sum_in_order)
+        with untouched([agent.state_dict(), optimizer.state_dict()], device):
+            for _ in range(WARMUP_CALLS):
+                train()
+        assert leaves(agent.state_dict()) == leaves(start) and optimizer.num_steps.item() == 0
+        losses = torch.stack([train().cpu() for _ in range(150)])
+        assert optimizer.num_steps.item() == 300
+        outcomes.append((losses, [p.detach().cpu() for p in agent.parameters()]))
+        assert any((p.cpu() - q.cpu()).abs().max() > 1e-2 for p, q in zip(outcomes[-1][1], start.values(), strict=True))
+    (losses, params), (their_losses, their_params) = outcomes
+    torch.testing.assert_close(params, their_params, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(losses, their_losses, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.long
@@ -514,6 +530,8 @@ BAD = [
     ["--device", "cuda:1"],
     ["--device", "nonsense"],
     ["--gradient-accumulation-steps", "0"],
+    ["--evaluate-episodes", "0"],
+    ["--hiddens", "0"],
 ]
 
 
@@ -596,15 +614,12 @@ def test_presets_are_sebulbas_numbers(name, num_threads, num_envs, num_steps):
 
 
 @pytest.mark.parametrize("script", DISTRIBUTED)
-@pytest.mark.parametrize("learners", ["0", "0 1", "1 2", "1 2 3", "1 2 3 4", "1 2 3 4 5 6"])
-def test_environments_of_cleanbas_readme_fit(script, learners):
+def test_environments_of_cleanbas_readme_fit(script):
     """120 of each thread, in every layout that it names."""
     module = importlib.import_module(f"leanrl.{script}")
-    flags = ["--actor-device-ids", "0", "--learner-device-ids", *learners.split(), "--local-num-envs", "120"]
-    args = parse_args(module.Args, script, flags)
-    layout = Layout.of(args)
-    module.validate_shards(args, layout)
-    assert layout.num_envs == 240 and layout.num_shards == len(learners.split())
+    for learners in ((0,), (0, 1), (1, 2), (1, 2, 3), (1, 2, 3, 4), (1, 2, 3, 4, 5, 6)):
+        args = module.Args(learner_device_ids=learners, local_num_envs=120)
+        module.validate_shards(args, Layout.of(args))
 
 
 @pytest.mark.parametrize("script", DISTRIBUTED)

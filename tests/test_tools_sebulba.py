@@ -13,7 +13,7 @@ import psutil
 import pytest
 import tyro
 from scripts import summary
-from sebulba_runs import alive
+from sebulba_runs import alive, run_alone
 
 import leanrl.cleanba_impala as impala
 import leanrl.cleanba_ppo as ppo
@@ -253,8 +253,18 @@ def test_a_recommendation_takes_the_fewest_environments_that_are_nearly_as_fast(
     assert "a0-l0-d1 " in thrifty and "--num-actor-threads 2 --local-num-envs 48`, 1,480 steps" in thrifty
 
 
-def test_the_parts_of_a_plan_are_measured(tmp_path, capfd):
+def test_the_parts_of_a_plan_are_measured(monkeypatch, tmp_path, capfd):
     """At sizes that the script takes: the 4 minibatches divide the environments of both threads, not those of one."""
+    run_groups = trials.run_groups
+
+    def run_here(script, command, num_groups):
+        """One learner's in this process, without the start of two."""
+        if command[(first := command.index("--learner-device-ids") + 1) : first + 2] == ["0", "1"]:
+            run_groups(script, command, num_groups)
+        else:
+            assert run_alone(monkeypatch, script, *command[2:]) == 0
+
+    monkeypatch.setattr(trials, "run_groups", run_here)
     flags = ("--env-id=CartPole-v1", "--device=cpu", "--local-num-envs=2", "--num-actor-threads=2", "--num-steps=8")
     flags += ("--total-timesteps=1", "--policy-lag=1")
     options = {"layouts": ("a0-l0-d1", "a0-l1,2,3-d1"), "repeats": 1, "out": str(tmp_path), "script_args": flags}

@@ -2,7 +2,6 @@
 
 import math
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,6 +62,8 @@ class SebulbaArgs(RunArgs):
     target_return: float | None = None
     """stop once the mean of the last 100 episodes reaches this"""
 
+    evaluate_episodes: int | None = None
+    """play so many episodes with the trained model at the end: returns go to evaluation.json, their mean is logged"""
     upload_model: bool = False
     """upload the model to the Hugging Face Hub at the end, as ENV_ID-SCRIPT-seedSEED; saves it too"""
     hf_entity: str = ""
@@ -72,7 +73,7 @@ class SebulbaArgs(RunArgs):
     """environments in all, filled in when the layout is known"""
 
     def __post_init__(self) -> None:
-        self.save_model = self.save_model or self.upload_model
+        self.save_model = self.save_model or self.upload_model or self.evaluate_episodes is not None
         # Lists, where they come from args.json.
         self.actor_device_ids, self.learner_device_ids = tuple(self.actor_device_ids), tuple(self.learner_device_ids)
 
@@ -80,6 +81,7 @@ class SebulbaArgs(RunArgs):
 def validate_runtime(args: SebulbaArgs) -> None:
     """Raises UsageError on the first flag of the runtime that cannot work, whatever the layout."""
     require_at_least(args, 1, "num_threads", "env_threads", "log_frequency", "checksum_frequency", "checkpoint_every")
+    require_at_least(args, 1, "evaluate_episodes")
     require_at_least(args, 0, "policy_lag")
     require_at_least(args, 1, "start_timeout")
     require_at_least(args, 2, "timeout")  # a process gives a sign of life twice a second
@@ -89,17 +91,13 @@ def validate_runtime(args: SebulbaArgs) -> None:
     if args.upload_model:
         require_hub()
     if args.capture_video:
-        raise UsageError(
-            "--capture-video: these scripts do not film; use `python -m leanrl.tools.evaluate --capture-video`"
-        )
+        raise UsageError("--capture-video: not in these scripts; `python -m leanrl.tools.evaluate` has it")
 
 
 def resolve_devices(args: SebulbaArgs) -> torch.device:
     """``cpu`` or ``cuda``, after checking that this machine has the devices of a group."""
     if args.device.startswith("cuda:"):
-        raise bad(
-            "device", args.device, "must be auto, cpu or cuda; --actor-device-ids and --learner-device-ids choose"
-        )
+        raise bad("device", args.device, "must be auto, cpu or cuda; --actor-device-ids and the like choose")
     device = resolve_device(args)
     if device.type == "cuda":
         for name in ("actor_device_ids", "learner_device_ids"):
@@ -110,15 +108,12 @@ def resolve_devices(args: SebulbaArgs) -> torch.device:
     return torch.device(device.type)
 
 
-def validate_start(
-    args: SebulbaArgs, num_groups: int, validate_shards: Callable[[SebulbaArgs, Layout], None]
-) -> tuple[torch.device, Layout]:
+def validate_start(args: SebulbaArgs, num_groups: int) -> tuple[torch.device, Layout]:
     """All that can be said of a start before anything runs; fills ``args.num_envs`` in.
 
     Args:
         args: the script's; its own flags are validated already.
         num_groups: how many groups take part.
-        validate_shards: the script's, see ``Algorithm.validate``.
 
     Returns:
         where the run is, ``cpu`` or ``cuda``, and its layout.
@@ -133,10 +128,8 @@ def validate_start(
         there = f"was started with {args.num_envs} environments in all, this start has {layout.num_envs}"
         raise bad("resume", args.resume, f"{there}; start as many groups as then")
     args.num_envs = layout.num_envs
-    if args.total_timesteps < layout.num_envs * args.num_steps:
-        needed = f"is less than one rollout, {layout.num_envs * args.num_steps} steps"
-        raise bad("total_timesteps", args.total_timesteps, needed)
-    validate_shards(args, layout)
+    if args.total_timesteps < (batch_size := layout.num_envs * args.num_steps):
+        raise bad("total_timesteps", args.total_timesteps, f"is less than one rollout, {batch_size} steps")
     return device, layout
 
 

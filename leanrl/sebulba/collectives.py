@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from leanrl.sebulba.layout import Layout, Part
-from leanrl.sebulba.report import Report
+from leanrl.sebulba.records import Report
 from leanrl.sebulba.status import PeerLost
 from leanrl.support.errors import UsageError
 from leanrl.support.run import synchronize
@@ -30,6 +30,9 @@ PHASES = ("playing rollout", "sending rollout", "update", "report of update", "p
 STORE_SECONDS = 5
 # Characters of a backend's error: the part that was waited for must fit on the line, too.
 LONGEST_ERROR = 600
+
+Messages = Sequence[tuple[int, torch.Tensor]]
+"""(rank, what is sent there or received from there)"""
 
 
 @contextmanager
@@ -70,9 +73,8 @@ class Collectives:
         members = [p for p in layout.parts if p.group == part.group]
         self._sends_params = min(p.rank for p in members if p.learner is not None)
         self._receive_params = [p.rank for p in members if p.learner is None]
-        self._alone = len(layout.parts) == 1
         self._learners = self._store = None
-        if self._alone:
+        if len(layout.parts) == 1:
             return
         self._store = _rendezvous(part.rank, len(layout.parts), args.start_timeout)
         with waiting_for(f"another process, which did not set its connections up {self._in_time}"):
@@ -94,7 +96,7 @@ class Collectives:
                 self._learners = learners
 
     def close(self) -> None:
-        if not self._alone:
+        if self._store is not None:
             dist.destroy_process_group()
 
     def begin(self, phase: str, number: int) -> None:
@@ -105,7 +107,7 @@ class Collectives:
 
     def barrier(self) -> None:
         """Ends the start: waits until every process has come here and this one's device has done all it was given."""
-        if not self._alone:
+        if self._store is not None:
             message = torch.zeros(1, device=self._device)
             with waiting_for(f"another process, which did not get ready {self._in_time}"):
                 dist.all_reduce(message)
@@ -114,21 +116,16 @@ class Collectives:
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrites ``tensors`` with those of learner 0, which leads; in the start."""
-        if not self._alone:
+        if self._store is not None:
             lead = self._layout.learner_part(0)
             for tensor in tensors:
-                message = tensor.to(self._device)
+                message = tensor.detach().to(self._device).contiguous()
                 with waiting_for(f"{lead.name}, which did not send its state {self._in_time}"):
                     dist.broadcast(message, lead.rank)
-                tensor.copy_(message)
+                tensor.detach().copy_(message)
 
-    def exchange(
-        self,
-        sends: Sequence[tuple[int, torch.Tensor]],
-        receives: Sequence[tuple[int, torch.Tensor]],
-        what: str = "a rollout",
-    ) -> None:
-        """Sends and receives: (rank, message) each, those between two ranks in the same order on both."""
+    def exchange(self, sends: Messages, receives: Messages, what: str = "a rollout") -> None:
+        """Sends and receives, between two ranks in the same order on both."""
         operations = [dist.P2POp(dist.isend, message, rank, self._everyone) for rank, message in sends]
         operations += [dist.P2POp(dist.irecv, message, rank, self._everyone) for rank, message in receives]
         if not operations:
@@ -182,18 +179,21 @@ class Collectives:
             dist.gather_object(report, reports, self._layout.learner_part(0).rank, group=self._learners)
         return reports or []
 
-    def send_params(self, params: torch.Tensor, is_last: bool) -> None:
-        """Sends ``params`` [P], and whether this was the last iteration, to the actors that have no learner."""
-        if self._part.rank == self._sends_params:
-            message = torch.cat([params, params.new_tensor([float(is_last)])])
-            self.exchange([(rank, message) for rank in self._receive_params], [], "the new parameters")
+    def pass_params(self, params: torch.Tensor, is_last: bool = False) -> tuple[torch.Tensor, bool]:
+        """From a group's first learner to its processes that only act: new parameters, and whether the run ends.
 
-    def receive_params(self, params: torch.Tensor) -> bool:
-        """Overwrites ``params`` [P] with what this group's first learner sent; whether this was the last iteration."""
-        message = params.new_empty(len(params) + 1)
-        self.exchange([], [(self._sends_params, message)], "the new parameters")
-        params.copy_(message[:-1])
-        return message[-1].item() > 0
+        Args:
+            params: [P]; of a process that receives, only the size counts.
+            is_last: whether this was the last update; likewise.
+
+        Returns:
+            what was sent, or received; what was given where nothing was.
+        """
+        message, rank = torch.cat([params, params.new_tensor([float(is_last)])]), self._part.rank
+        sends = [(to, message) for to in self._receive_params] if rank == self._sends_params else []
+        receives = [(self._sends_params, message)] if rank in self._receive_params else []
+        self.exchange(sends, receives, "the new parameters")
+        return message[:-1], message[-1].item() > 0
 
 
 def _rendezvous(rank: int, world_size: int, seconds: float) -> dist.Store:

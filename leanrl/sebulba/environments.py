@@ -1,7 +1,6 @@
 """Pools of environments for actor threads: Atari in either protocol, and EnvPool's others with discrete actions."""
 
 import gymnasium as gym
-from gymnasium.vector import VectorEnv
 
 from leanrl.support.atari import PROTOCOLS, atari_games, make_atari_envs
 from leanrl.support.envs import EnvPoolVectorEnv, env_seeds, require_envpool_env, require_numbered_actions
@@ -27,13 +26,7 @@ def make_pool(
         options = {"num_threads": num_threads, "start": start, "first_index": envs.start}
         return make_atari_envs(env_id, len(envs), seed, PROTOCOLS[protocol], **options)
     pool = EnvPoolVectorEnv(env_id, env_seeds(seed, len(envs), envs.start, start), num_threads)
-    require_learnable(pool, env_id)
-    return pool
-
-
-def require_learnable(envs: VectorEnv, env_id: str) -> None:
-    """UsageError unless actions are numbered from 0 and an observation is one array of numbers."""
-    require_numbered_actions(envs, env_id)
-    obs = envs.single_observation_space
-    if not isinstance(obs, gym.spaces.Box):
+    require_numbered_actions(pool, env_id)
+    if not isinstance(obs := pool.single_observation_space, gym.spaces.Box):
         raise bad("env_id", env_id, f"has observations of {obs}; this script needs an array of numbers")
+    return pool

@@ -87,9 +87,7 @@ class Layout:
         self.num_envs = self.num_actors * num_actor_threads * local_num_envs
         self.num_shards = self.num_learners if num_shards is None else num_shards
         if self.num_shards < 1 or self.num_shards % self.num_learners:
-            raise bad(
-                "num_shards", self.num_shards, f"must be a multiple of the number of learners, {self.num_learners}"
-            )
+            raise bad("num_shards", self.num_shards, f"must be a multiple of the {self.num_learners} learners")
         if self.num_envs % self.num_shards and num_shards is not None:
             raise bad("num_shards", num_shards, f"must divide the {self.num_envs} environments of all actor threads")
         if self.num_envs % self.num_shards:
@@ -101,10 +99,6 @@ class Layout:
         # Actor devices first: rank 0 acts, and where it learns too it is the first learner.
         self.device_ids = tuple(dict.fromkeys((*actor_device_ids, *learner_device_ids)))
         self.parts = tuple(self._part(rank) for rank in range(num_groups * len(self.device_ids)))
-        self._pieces: list[list[Piece]] = [[] for _ in range(self.num_learners)]
-        for actor, thread in itertools.product(range(self.num_actors), range(num_actor_threads)):
-            for piece in self.pieces_of_thread(actor, thread):
-                self._pieces[piece.learner].append(piece)
 
     def _part(self, rank: int) -> Part:
         group, local = divmod(rank, len(self.device_ids))
@@ -149,34 +143,25 @@ class Layout:
     def pieces_of_thread(self, actor: int, thread: int) -> list[Piece]:
         """What an actor thread plays, in the order of its environments."""
         envs = self.thread_envs(actor, thread)
-        shards = range(envs.start // self.shard_size, (envs.stop - 1) // self.shard_size + 1)
-        return [
-            Piece(
-                actor,
-                thread,
-                shard // self.shards_per_learner,
-                shard,
-                range(max(envs.start, shard * self.shard_size), min(envs.stop, (shard + 1) * self.shard_size)),
-            )
-            for shard in shards
-        ]
+        pieces = []
+        for shard in range(envs.start // self.shard_size, (envs.stop - 1) // self.shard_size + 1):
+            whole = self.shard_envs(shard)
+            part = range(max(envs.start, whole.start), min(envs.stop, whole.stop))
+            pieces.append(Piece(actor, thread, shard // self.shards_per_learner, shard, part))
+        return pieces
 
-    def pieces_of_learner(self, learner: int) -> Sequence[Piece]:
+    def pieces_of_learner(self, learner: int) -> list[Piece]:
         """What a learner is fed with, in the order of the environments."""
-        return self._pieces[learner]
+        threads = itertools.product(range(self.num_actors), range(self.num_actor_threads))
+        pieces = itertools.chain.from_iterable(itertools.starmap(self.pieces_of_thread, threads))
+        return [piece for piece in pieces if piece.learner == learner]
 
     @classmethod
     def of(cls, args, num_groups: int = 1) -> "Layout":
         """The layout that the arguments of a script ask for; UsageError for what cannot be."""
         require_at_least(args, 1, "local_num_envs", "num_actor_threads", "num_shards")
-        layout = cls(
-            args.actor_device_ids,
-            args.learner_device_ids,
-            num_groups,
-            args.num_actor_threads,
-            args.local_num_envs,
-            args.num_shards,
-        )
+        ids = args.actor_device_ids, args.learner_device_ids
+        layout = cls(*ids, num_groups, args.num_actor_threads, args.local_num_envs, args.num_shards)
         if args.exact_reduction and args.local_num_envs % layout.shard_size:
             needed = layout.num_envs // math.gcd(args.local_num_envs, layout.shard_size)
             remedy = f"holds no whole shards of {layout.shard_size} environments, which --exact-reduction needs"

@@ -2,7 +2,6 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -16,43 +15,18 @@ class Stalled(Exception):
     """Something that was waited for did not come in time; the message says who waited for whom."""
 
 
-class Closable:
-    """What threads of one process wait at.
+class Mailbox(Generic[T]):
+    """First in, first out. Putting never blocks: the number of things that go round bounds it.
 
     Args:
         timeout: seconds after which a wait is a stall.
     """
 
     def __init__(self, timeout: float) -> None:
-        self._changed = threading.Condition()
         self._timeout = timeout
-        self._closed = False
-
-    def _wait_for(self, condition: Callable[[], object], what: str) -> None:
-        """Waits, ``_changed`` held, until ``condition()`` is true; ``what`` says who waits for whom.
-
-        Raises:
-            Stopped: this is closed.
-            Stalled: the condition did not come true in time.
-        """
-        if not self._changed.wait_for(lambda: condition() or self._closed, self._timeout):
-            raise Stalled(f"waited {self._timeout:g} s for {what}")
-        if self._closed:
-            raise Stopped
-
-    def close(self) -> None:
-        """Ends every wait, now and later."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
-
-class Mailbox(Closable, Generic[T]):
-    """First in, first out. Putting never blocks: the number of buffers that go round bounds it."""
-
-    def __init__(self, timeout: float) -> None:
-        super().__init__(timeout)
+        self._changed = threading.Condition()
         self._items: deque[T] = deque()
+        self._closed = False
 
     def put(self, item: T) -> None:
         with self._changed:
@@ -70,5 +44,14 @@ class Mailbox(Closable, Generic[T]):
             Stalled: nothing came in time.
         """
         with self._changed:
-            self._wait_for(lambda: self._items, what)
+            if not self._changed.wait_for(lambda: self._items or self._closed, self._timeout):
+                raise Stalled(f"waited {self._timeout:g} s for {what}")
+            if self._closed:
+                raise Stopped
             return self._items.popleft()
+
+    def close(self) -> None:
+        """Ends every wait, now and later."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()

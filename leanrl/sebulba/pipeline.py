@@ -5,37 +5,40 @@ from dataclasses import dataclass
 
 from leanrl.sebulba.actor import ActorThread
 from leanrl.sebulba.collectives import Collectives
-from leanrl.sebulba.layout import Layout, Part, Piece
-from leanrl.sebulba.params import version_for
+from leanrl.sebulba.layout import Piece
 from leanrl.sebulba.rollout import Header, Rollout
+from leanrl.sebulba.start import Start
 from leanrl.support.devices import synchronize_stream
+
+
+def version_for(rollout: int, policy_lag: int, first_version: int = 0) -> int:
+    """The parameters that produce a rollout: those after ``rollout - 1 - policy_lag`` updates.
+
+    Args:
+        rollout: from 1 on.
+        first_version: what there was at the start (after a resume, the updates before it).
+    """
+    return max(first_version, rollout - 1 - policy_lag)
 
 
 @dataclass
 class Pipeline:
     """One process's end: what its threads play goes out, what its shards need comes in."""
 
-    layout: Layout
-    part: Part
+    start: Start
+    """of this process"""
     threads: Sequence[ActorThread]
     """of this process"""
-    shards: Sequence[Rollout]
-    """of this process's learner, in order, to be filled; empty where none learns"""
+    shards: dict[int, Rollout]
+    """of this process's learner by their numbers, to be filled; empty where none learns"""
     collectives: Collectives
-    policy_lag: int
-    """which version of the parameters must have produced a rollout"""
     first_version: int
     """updates taken before the run (resumed) began"""
 
     def __post_init__(self) -> None:
-        pieces = self.layout.pieces_of_learner(self.part.learner) if self.part.learner is not None else []
-        self._wanted = [piece for piece in pieces if piece.actor != self.part.actor]
-        self._received = [self._allocate(piece) for piece in self._wanted]
-
-    def _allocate(self, piece: Piece) -> Rollout:
-        shard = self.shards[0]
-        num_steps, shape, dtype = len(shard.actions), tuple(shard.obs.shape[2:]), shard.obs.dtype
-        return Rollout.allocate(num_steps, len(piece.envs), shape, dtype, shard.obs.device)
+        self.layout, self.part = self.start.layout, self.start.part
+        pieces = self.layout.pieces_of_learner(self.part.learner) if self.shards else []
+        self._received = [(p, self.start.allocate(len(p.envs))) for p in pieces if p.actor != self.part.actor]
 
     def exchange(self, number: int, stop: bool) -> list[tuple[Piece, Header]]:
         """Passes rollout ``number`` on, and fills the shards with it.
@@ -56,11 +59,8 @@ class Pipeline:
             self.collectives.begin("playing rollout", number)
         played = [thread.take(self.part.name) for thread in self.threads]
         self.collectives.begin("sending rollout", number)
-        here = [
-            (piece, rollout)
-            for thread, rollouts in zip(self.threads, played, strict=True)
-            for piece, rollout in zip(thread.pieces, rollouts, strict=True)
-        ]
+        by_thread = zip(self.threads, played, strict=True)
+        here = [pair for thread, rollouts in by_thread for pair in zip(thread.pieces, rollouts, strict=True)]
         for _, rollout in here:
             rollout.header[Header._fields.index("stop")] = float(stop)
         sends = [
@@ -68,14 +68,10 @@ class Pipeline:
             for piece, rollout in here
             if piece.learner != self.part.learner
         ]
-        receives = [
-            (self.layout.actor_part(piece.actor).rank, rollout.buffer)
-            for piece, rollout in zip(self._wanted, self._received, strict=True)
-        ]
+        receives = [(self.layout.actor_part(piece.actor).rank, rollout.buffer) for piece, rollout in self._received]
         self.collectives.exchange(sends, receives)
         mine = [(piece, rollout) for piece, rollout in here if piece.learner == self.part.learner]
-        mine += zip(self._wanted, self._received, strict=True)
-        headers = [(piece, self._fill(number, piece, rollout)) for piece, rollout in mine]
+        headers = [(piece, self._fill(number, piece, rollout)) for piece, rollout in mine + self._received]
         if here:  # the threads overwrite their buffers next, on streams of their own
             synchronize_stream(here[0][1].buffer.device)
         for thread, rollouts in zip(self.threads, played, strict=True):
@@ -83,14 +79,13 @@ class Pipeline:
         return sorted(headers, key=lambda item: item[0].envs.start)
 
     def _fill(self, number: int, piece: Piece, rollout: Rollout) -> Header:
-        header = rollout.read_header()
-        version = version_for(number, self.policy_lag, self.first_version)
+        header = Header(*rollout.header.tolist())
+        version = version_for(number, self.start.args.policy_lag, self.first_version)
         if (header.rollout, header.version) != (number, version):
             name = self.layout.thread_name(piece.actor, piece.thread)
             came = f"rollout {header.rollout:.0f} of parameters {header.version:.0f}"
             raise RuntimeError(f"{name} delivered {came}, but rollout {number} of parameters {version} was due")
-        shard = self.shards[piece.shard % self.layout.shards_per_learner]
         first = self.layout.shard_envs(piece.shard).start
-        for target, source in zip(shard.columns(), rollout.columns(), strict=True):
+        for target, source in zip(self.shards[piece.shard].columns(), rollout.columns(), strict=True):
             target[:, piece.envs.start - first : piece.envs.stop - first].copy_(source)
         return header

@@ -1,9 +1,9 @@
 """T steps of n environments in one block of memory, so that a rollout travels as one message."""
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
+import gymnasium as gym
 import torch
 
 # Every field starts on a cache line.
@@ -30,8 +30,7 @@ class Header(NamedTuple):
     """1 if its process was asked to stop"""
 
 
-@dataclass
-class Rollout:
+class Rollout(NamedTuple):
     """A piece of a rollout, or a whole shard's; all fields are views of ``buffer``.
 
     ``rewards[t]`` and the flags describe the transition made by ``actions[t]``, from ``obs[t]`` to ``obs[t + 1]``,
@@ -45,36 +44,34 @@ class Rollout:
     logprobs: torch.Tensor  # [T, n] of the actions under the policy that chose them
     values: torch.Tensor  # [T, n] of obs[:-1], by the same network
     rewards: torch.Tensor  # [T, n] what is learned from (clipped, on Atari)
+    returns: torch.Tensor  # [T, n] of the episode or game that ended with the step, of raw rewards; NaN where none did
+    lengths: torch.Tensor  # [T, n] of the same, in environment steps
     terminations: torch.Tensor  # [T, n] bool, like the next two
     dones: torch.Tensor  # terminated or truncated
     resets: torch.Tensor  # the step only reset its environment: no experience
-    returns: torch.Tensor  # [T, n] of the episode or game that ended with the step, of raw rewards; NaN where none did
-    lengths: torch.Tensor  # [T, n] of the same, in environment steps
 
     @classmethod
-    def allocate(
-        cls, num_steps: int, num_envs: int, obs_shape: tuple[int, ...], obs_dtype: torch.dtype, device: torch.device
-    ) -> "Rollout":
-        """Zeros for T = ``num_steps`` and n = ``num_envs``."""
-        per_step = (num_steps, num_envs)
+    def allocate(cls, space: gym.spaces.Box, num_steps: int, num_envs: int, device: torch.device) -> "Rollout":
+        """Zeros for T = ``num_steps``, n = ``num_envs`` and observations of ``space``."""
+        is_image, per_step = len(space.shape) == 3, (num_steps, num_envs)
+        # Channels last, as convolutions want them: nothing has to be rearranged in an update.
+        obs_shape = (*space.shape[1:], space.shape[0]) if is_image else space.shape
         fields = {
             "header": ((len(Header._fields),), torch.float64),
-            "obs": ((num_steps + 1, num_envs, *obs_shape), obs_dtype),
+            "obs": ((num_steps + 1, num_envs, *obs_shape), torch.from_numpy(space.sample()).dtype),
             "actions": (per_step, torch.int64),
-            **{name: (per_step, torch.float32) for name in ("logprobs", "values", "rewards", "returns", "lengths")},
-            **{name: (per_step, torch.bool) for name in ("terminations", "dones", "resets")},
+            **dict.fromkeys(("logprobs", "values", "rewards", "returns", "lengths"), (per_step, torch.float32)),
+            **dict.fromkeys(("terminations", "dones", "resets"), (per_step, torch.bool)),
         }
         sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in fields.items()}
         padded = {name: math.ceil(size / ALIGNMENT) * ALIGNMENT for name, size in sizes.items()}
         buffer = torch.zeros(sum(padded.values()), dtype=torch.uint8, device=device)
         pieces = dict(zip(fields, buffer.split(list(padded.values())), strict=True))
         views = {name: pieces[name][: sizes[name]].view(dtype).view(shape) for name, (shape, dtype) in fields.items()}
+        if is_image:
+            views["obs"] = views["obs"].movedim(-1, 2)
         return cls(buffer, **views)
 
-    def columns(self) -> list[torch.Tensor]:
+    def columns(self) -> tuple[torch.Tensor, ...]:
         """All fields that have environments, along dimension 1."""
-        columns = [self.obs, self.actions, self.logprobs, self.values, self.rewards]
-        return [*columns, self.terminations, self.dones, self.resets, self.returns, self.lengths]
-
-    def read_header(self) -> Header:
-        return Header(*self.header.tolist())
+        return self[2:]

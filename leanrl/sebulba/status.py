@@ -8,7 +8,6 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
 
 from leanrl.sebulba.mailbox import Stalled
 
@@ -20,8 +19,8 @@ GRACE_SECONDS = 5
 # heartbeat inside.
 LONGEST_REASON = 900
 UNDER_WAY = {"kind": "under way"}
-
-Kind = Literal["error", "stall", "lost"]
+# Of failures, those first that others follow from.
+KINDS = ("error", "stall", "lost")
 
 
 class PeerLost(Exception):
@@ -36,7 +35,8 @@ class Status:
         fd = os.environ.pop(STATUS_FD, None)
         self._fd = None if fd is None else int(fd)
         self._failed = threading.Lock()
-        self._told = threading.Event()
+        self.told = threading.Event()
+        """set by ``fail``, at its end"""
         if self._fd is not None:
             os.set_inheritable(self._fd, False)  # compilers that this process starts would keep it open
             threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
@@ -77,7 +77,7 @@ class Status:
         """
         if not self._failed.acquire(blocking=False):
             return
-        kind: Kind = "lost" if isinstance(error, PeerLost) else "stall" if isinstance(error, Stalled) else "error"
+        kind = "lost" if isinstance(error, PeerLost) else "stall" if isinstance(error, Stalled) else "error"
         reason = str(error) if kind != "error" else f"{type(error).__name__}: {error}" if str(error) else repr(error)
         # One line; a control character would take 6 bytes, and half of a surrogate pair cannot be written at all.
         reason = " ".join("".join(char if char.isprintable() else " " for char in reason).split())
@@ -87,11 +87,7 @@ class Status:
         self._write(json.dumps({"kind": kind, "message": message}, ensure_ascii=False).encode() + b"\n")
         if self._fd is None:  # else the supervisor says it, once all have been heard
             print(message, file=sys.stderr, flush=True)
-        self._told.set()
-
-    def wait_until_told(self) -> None:
-        """Waits, a little, for a ``fail`` that another thread has begun."""
-        self._told.wait(GRACE_SECONDS)
+        self.told.set()
 
     def fail_in_thread(self, error: BaseException, who: str) -> None:
         """``fail`` from a daemon thread; ends the process if its main thread, waiting for a peer say, does not."""

@@ -4,13 +4,23 @@ import json
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 
-from leanrl.sebulba.status import HEARTBEAT_SECONDS, STATUS_FD, UNDER_WAY
+import torch.distributed as dist
+
+from leanrl.sebulba.collectives import RUN, last_of_all
+from leanrl.sebulba.start import Start
+from leanrl.sebulba.status import HEARTBEAT_SECONDS, KINDS, STATUS_FD, UNDER_WAY
+from leanrl.support.cli import run_directory
+from leanrl.support.errors import bad
 
 POLL_SECONDS = 0.1
 # After the first failure the others have this long to report theirs: a dead process's peers may notice it first.
@@ -19,6 +29,56 @@ EXPLAIN_SECONDS = 1.0
 SILENT_SECONDS = 10 * HEARTBEAT_SECONDS
 STUCK_SECONDS = 60.0
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+def supervise(start: Start, script_file: str) -> None:
+    """Starts the processes of this task's group, each of which runs the script again, and watches them to their end.
+
+    Args:
+        script_file: ``__file__`` of the script.
+
+    Raises:
+        UsageError: the run directory exists.
+        SystemExit: something failed.
+    """
+    args, layout, slurm = start.args, start.layout, start.slurm
+    run_dir = None if args.resume is not None or args.run_name is None else run_directory(args)
+    if run_dir is not None and (run_dir / "args.json").exists():
+        # The leading process would say so, but another group's would wait for it meanwhile.
+        raise bad("run_name", args.run_name, f"{run_dir} exists; continue it with --resume {run_dir}")
+    group_size = len(layout.device_ids)
+    first_rank = 0 if slurm is None else slurm.number * group_size
+    tasks_here = 1 if slurm is None else slurm.tasks_here
+    # As torchrun does: those of all groups on this machine.
+    environ = {**os.environ, "WORLD_SIZE": str(len(layout.parts)), "LOCAL_WORLD_SIZE": str(tasks_here * group_size)}
+    if slurm is not None:
+        environ |= {"MASTER_ADDR": slurm.host, "MASTER_PORT": str(slurm.port)}
+        environ[RUN] = f"{slurm.step}, run {args.run_name or 'without a name'}"
+    else:
+        store = local_store()
+        # PyTorch's own word for a store that no rank holds.
+        environ |= {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    children = [
+        Child(
+            part.name,
+            [sys.executable, str(Path(script_file).resolve()), *sys.argv[1:]],
+            {**environ, "RANK": str(part.rank), "LOCAL_RANK": str(part.rank - first_rank)},
+        )
+        for part in layout.parts[first_rank : first_rank + group_size]
+    ]
+    code = Supervisor(children, args.start_timeout, args.timeout, partial(last_of_all, layout, environ)).run()
+    if code:
+        raise SystemExit(code)
+
+
+def local_store() -> dist.TCPStore:
+    """A store that listens on loopback only, as PyTorch's do not by themselves.
+
+    The supervisor holds the port from now on: one that it had only looked up could be taken before it is used.
+    """
+    listener = socket.create_server(("127.0.0.1", 0))
+    host, port = listener.getsockname()
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 @dataclass
@@ -68,38 +128,31 @@ class Child:
 
     def kill(self) -> None:
         """Ends it and what it started; a stopped process too."""
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return
-        self.process.wait()
+            self.process.wait()
 
     @property
     def failed(self) -> bool:
         return bool(self.failures) or self.process.poll() not in (None, 0)
 
 
+@dataclass
 class Supervisor:
-    """Watches children until all have ended well, or one has not.
+    """Watches children until all have ended well, or one has not."""
 
-    Args:
-        children: not started yet.
-        start_timeout: seconds of silence after which a process counts as stuck in its start: while it imports and
-            compiles, a live one may be silent, too.
-        timeout: the same once it is under way, STUCK_SECONDS at most.
-        last_of_all: names the processes that the others waited for, if there are any.
-    """
+    children: Sequence[Child]
+    """not started yet"""
+    start_timeout: float
+    """seconds of silence after which a process counts as stuck in its start: while it imports and compiles, a live one
+    may be silent, too"""
+    timeout: float
+    """the same once it is under way, STUCK_SECONDS at most"""
+    last_of_all: Callable[[], str] = lambda: ""
+    """names the processes that the others waited for, if there are any"""
 
-    def __init__(
-        self,
-        children: Sequence[Child],
-        start_timeout: float,
-        timeout: float,
-        last_of_all: Callable[[], str] = lambda: "",
-    ) -> None:
-        self._children = children
-        self._start_timeout, self._timeout = start_timeout, min(timeout, STUCK_SECONDS)
-        self._last_of_all = last_of_all
+    def __post_init__(self) -> None:
+        self.timeout = min(self.timeout, STUCK_SECONDS)
         self._signals: list[int] = []
 
     def run(self) -> int:
@@ -107,7 +160,7 @@ class Supervisor:
         former = {number: signal.signal(number, self._forward) for number in FORWARDED}
         try:
             with selectors.DefaultSelector() as self._selector:
-                for child in self._children:
+                for child in self.children:
                     heard = len(self._signals)
                     child.start()
                     for number in self._signals[heard:]:  # while it started, nobody passed them on to it
@@ -123,7 +176,7 @@ class Supervisor:
                         failed = self._silent_or_failed()
                 return self._conclude(failed)
         finally:
-            for child in self._children:
+            for child in self.children:
                 if child.process is not None:
                     child.kill()
                     os.close(child.pipe)
@@ -132,7 +185,7 @@ class Supervisor:
 
     def _forward(self, number: int, frame) -> None:
         self._signals.append(number)
-        for child in self._children:
+        for child in self.children:
             if child.process is not None and child.process.poll() is None:
                 self._pass_on(number, child)
 
@@ -152,10 +205,10 @@ class Supervisor:
         now = time.monotonic()
 
         def is_silent(child: Child) -> bool:
-            limit = seconds or (self._timeout if child.under_way else self._start_timeout)
+            limit = seconds or (self.timeout if child.under_way else self.start_timeout)
             return child.process.poll() is None and now - child.last_sign > limit
 
-        return min(filter(is_silent, self._children), key=lambda child: child.last_sign, default=None)
+        return min(filter(is_silent, self.children), key=lambda child: child.last_sign, default=None)
 
     def _hear_out(self) -> None:
         """Takes in all that the children have to say: this process may have been stopped itself, while they wrote."""
@@ -166,12 +219,12 @@ class Supervisor:
     def _conclude(self, failed: bool) -> int:
         """The exit code; the last line that is printed names the part that failed."""
         self._listen(0)
-        codes = [child.process.poll() for child in self._children]
+        codes = [child.process.poll() for child in self.children]
         if not failed and not any(codes):
             return 0
         if 2 in codes:  # bad input, which the child has reported in one line
             return 2
-        reported = any(child.failures for child in self._children)
+        reported = any(child.failures for child in self.children)
         ended = {-number for number in FORWARDED}
         if self._signals and not reported and ended & {*codes} and {*codes} <= {None, 0, *ended}:
             return 128 + self._signals[0]  # asked to stop before it had begun
@@ -179,35 +232,33 @@ class Supervisor:
         return 1
 
     def _anyone_left(self) -> bool:
-        return any(child.process.poll() is None for child in self._children)
+        return any(child.process.poll() is None for child in self.children)
 
     def _silent_or_failed(self) -> bool:
-        return self._silent() is not None or any(child.failed for child in self._children)
+        return self._silent() is not None or any(child.failed for child in self.children)
 
     def _explain(self) -> str:
         """One line about the failure that the others follow from."""
-        killed = {child.name: -child.process.poll() for child in self._children if (child.process.poll() or 0) < 0}
+        killed = {child.name: -child.process.poll() for child in self.children if (child.process.poll() or 0) < 0}
         for name, number in killed.items():
             if number == signal.SIGKILL:
                 return f"{name} killed by signal {number}"
-        failures = [failure for child in self._children for failure in child.failures]
-        for failure in failures:
-            if failure["kind"] == "error":
-                return failure["message"]
+        failures = [failure for child in self.children for failure in child.failures]
+        failures.sort(key=lambda failure: KINDS.index(failure["kind"]))
+        if failures and failures[0]["kind"] == "error":
+            return failures[0]["message"]
         for name, number in killed.items():  # a library may abort where another process has raised an error, or waits
-            last = self._last_of_all()
+            last = self.last_of_all()
             return f"{name} killed by signal {number}{last and f'; {last}'}"
         # Where others have waited in vain, for one that is silent.
-        if (silent := self._silent(min(SILENT_SECONDS, self._timeout) if failures else None)) is not None:
+        if (silent := self._silent(min(SILENT_SECONDS, self.timeout) if failures else None)) is not None:
             seconds = time.monotonic() - silent.last_sign
             start = "" if silent.under_way else " in its start, see --start-timeout"
             waiting = f"; {failures[0]['message']}" if failures else ""
             return f"{silent.name} has not answered for {seconds:.0f} s{start}{waiting}"
-        for kind in ("stall", "lost"):
-            for failure in failures:
-                if failure["kind"] == kind:
-                    return failure["message"]
-        child = next((child for child in self._children if child.failed), None)
+        if failures:
+            return failures[0]["message"]
+        child = next((child for child in self.children if child.failed), None)
         if child is None:  # one that was silent has answered since
             return "a process did not answer in time"
         return f"{child.name} ended with exit code {child.process.poll()}"

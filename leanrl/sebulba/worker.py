@@ -6,33 +6,27 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, closing, nullcontext
-from functools import partial
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 
-import numpy as np
 import torch
 import torch.nn as nn
+from torch.utils._pytree import tree_leaves
 
-from leanrl.sebulba.actor import ActorThread
-from leanrl.sebulba.algorithm import Algorithm, Shards, Update
-from leanrl.sebulba.args import SebulbaArgs, learner_threads, pool_threads
+from leanrl.sebulba.actor import ActingAgent, ActorThread, flatten
+from leanrl.sebulba.args import SebulbaArgs
 from leanrl.sebulba.collectives import RUN, Collectives
-from leanrl.sebulba.environments import make_pool
-from leanrl.sebulba.layout import Layout, Part
-from leanrl.sebulba.learner import Learner, Records
 from leanrl.sebulba.mailbox import Stopped
-from leanrl.sebulba.params import ParamsSource
 from leanrl.sebulba.pipeline import Pipeline
-from leanrl.sebulba.rollout import Rollout
-from leanrl.sebulba.status import Status
-from leanrl.support.cli import RunArgs
-from leanrl.support.devices import keep_freed_memory, set_cpu_numerics
-from leanrl.support.errors import UsageError
+from leanrl.sebulba.records import Records, Report, checksum, ended_episodes
+from leanrl.sebulba.start import Start
+from leanrl.sebulba.status import GRACE_SECONDS, Status
+from leanrl.support.cli import RunArgs, report_usage_error
+from leanrl.support.devices import synchronize_stream
+from leanrl.support.errors import UsageError, bad
 from leanrl.support.executables import untouched
 from leanrl.support.hub import upload_run
-from leanrl.support.optim import FlatParameters
-from leanrl.support.run import Run, seed_everything
+from leanrl.support.run import Run
 from leanrl.support.signals import StopRequest
 
 JOIN_SECONDS = 30
@@ -41,236 +35,227 @@ JOIN_SECONDS = 30
 def flags_digest(args: SebulbaArgs) -> int:
     """A number of the run and all flags that each of its processes must have been given alike."""
     own = {field.name for field in dataclasses.fields(RunArgs)}
-    shared = {name: value for name, value in dataclasses.asdict(args).items() if name not in own}
-    shared[RUN] = os.environ.get(RUN)
+    shared = {RUN: os.environ.get(RUN), **{k: v for k, v in dataclasses.asdict(args).items() if k not in own}}
     return int(hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:15], 16)
 
 
-@dataclasses.dataclass
 class Worker:
-    """One process of a run: actor threads, a learner, or both.
+    """One process of a run, as ``join``, which says what its arguments are, hands it to the script.
+
+    The script calls ``warm_up``, starts the threads, goes through ``rollouts_due`` and answers each with ``publish``.
+
+    Attributes:
+        threads: the actor threads, not started; none where it does not act.
+        shards: what its learner trains on: rollouts by the numbers of their shards, refilled in place with every
+            rollout; none where it does not learn.
+        sum_over_shards: vectors [P], one for each of ``shards`` -> their sum over the shards of all learners [P]; all
+            learners call it alike. It may overwrite the vectors.
+        leave: leaves the process group.
 
     Raises:
-        UsageError: the environment is not there, or not one to learn.
+        UsageError: the run directory exists; other processes were started with other flags.
     """
 
-    args: SebulbaArgs
-    """the script's, validated"""
-    script_file: str
-    """``__file__`` of the script"""
-    algorithm: Algorithm
-    layout: Layout
-    part: Part
-    """which part of ``layout`` this process is"""
-    device: torch.device
-    status: Status
-    """reports failures of the actor threads"""
-
-    def __post_init__(self) -> None:
-        args = self.args
-        self._batch_size = self.layout.num_envs * args.num_steps
-        self._last = args.total_timesteps // self._batch_size
-        with closing(make_pool(args.env_id, range(1), args.seed, args.protocol)) as example:
-            self._space, self._num_actions = example.single_observation_space, int(example.single_action_space.n)
-
-    @torch.no_grad()
-    def run(self) -> None:
-        """Works to the end of the run."""
-        args, layout, part, device = self.args, self.layout, self.part, self.device
-        seed_everything(args.seed)
-        is_image = self._space.dtype == np.uint8
-        set_cpu_numerics(learner_threads(args, layout, is_image))
-        if is_image and device.type == "cpu":
-            keep_freed_memory()
-        agent = self._make_agent()
-        optimizer = self.algorithm.make_optimizer(agent, args)
-        with ExitStack() as stack:
+    def __init__(self, start: Start, script_file: str, agent, optimizer, network, status: Status, stack) -> None:
+        self._start, self._args, self._layout, self._part = start, start.args, start.layout, start.part
+        self._agent, self._optimizer, self._status, self._stack = agent, optimizer, status, stack
+        args, layout, part, batch_size = start.args, start.layout, start.part, start.batch_size
+        self._run = None
+        if part.learner == 0:
             # Before the rendezvous: a run directory that exists is refused at once.
-            total_steps = self._last * self._batch_size
-            run = Run(args, self.script_file, device, total_steps) if part.learner == 0 else None
-            every = args.checkpoint_every
-            if run is not None and every is not None and every < self._batch_size:
-                reason = f"less than the {self._batch_size} steps of an update: every update will be saved"
-                print(f"warning: --checkpoint-every {every}: {reason}", file=sys.stderr, flush=True)
-            collectives = Collectives(layout, part, device, args)
-            # Not after an error: NCCL would wait for the others to close their end.
-            stack.push(lambda kind, *_: collectives.close() if kind is None else None)
-            start = self._share_start(run, agent, optimizer, collectives)
-            # From here on all stop together, whichever of them a signal reaches.
-            stop = stack.enter_context(StopRequest(quiet=True))
+            self._run = Run(args, script_file, start.device, start.num_updates * batch_size)
+            self._run.model = lambda: {"agent": agent.state_dict(), "network": network}
+            if args.checkpoint_every is not None and args.checkpoint_every < batch_size:
+                reason = f"less than the {batch_size} steps of an update: every update will be saved"
+                print(f"warning: --checkpoint-every {args.checkpoint_every}: {reason}", file=sys.stderr, flush=True)
+        self._collectives = Collectives(layout, part, start.device, args)
+        self.sum_over_shards, self.leave = self._collectives.sum_over_shards, self._collectives.close
+        first_step = self._share_start()
+        # From here on all stop together, whichever of them a signal reaches.
+        self._stop = stack.enter_context(StopRequest(quiet=True))
+        self._is_last = self._has_enough = False
+        self._first = first_step // batch_size
+        self.threads = [
+            ActorThread(start, i, ActingAgent(agent, args.amp), first_step, status.fail_in_thread)
+            for i in range(layout.num_actor_threads if part.actor is not None else 0)
+        ]
+        served = layout.shards_of(part.learner) if part.learner is not None else ()
+        self.shards = {shard: start.allocate(layout.shard_size) for shard in served}
+        self._pipeline = Pipeline(start, self.threads, self.shards, self._collectives, self._first)
 
-            first = start // self._batch_size
-            acts, learns = part.actor is not None, part.learner is not None
-            source = ParamsSource(optimizer.params, first, args.policy_lag, args.timeout) if acts else None
-            threads = self._make_threads(source, start) if acts else []
-            shards = self._make_shards() if learns else []
-            pipeline = Pipeline(layout, part, threads, shards, collectives, args.policy_lag, first)
-            if run is not None:
-                stack.enter_context(run)
-            with run.warmup(errors_end=True) if run is not None else nullcontext():
-                with self.status.warm_up_within(args.start_timeout):
-                    for thread in threads:
-                        thread.warm_up()
-                    update = self._make_update(agent, optimizer, shards, collectives) if learns else None
-                # On a GPU the threads have streams of their own, which would not wait for what was launched here.
-                collectives.barrier()
-            stop_threads = partial(_stop_threads, threads, source)
-            stack.callback(stop_threads)
-            # Told first: ending the threads, and a process group that is broken, may take a while.
-            stack.push(_reporter(self.status))
-            self.status.tell_under_way()
-            for thread in threads:
-                thread.start()
+    def _state_dict(self) -> dict:
+        return {"agent": self._agent.state_dict(), "optimizer": self._optimizer.state_dict()}
 
-            numbers = range(first + 1, self._last + 1)
-            if not learns:
-                for number in numbers:
-                    # Rollouts out, parameters in.
-                    pipeline.exchange(number, stop.requested)
-                    collectives.begin("parameters of update", number)
-                    if collectives.receive_params(optimizer.params):
-                        break
-                    source.publish(number, optimizer.params)
-                return
-            learner = Learner(layout, part, pipeline, shards, update, optimizer, collectives, source, args)
-            if run is None:
-                for number in numbers:
-                    if learner.iterate(number, self._last, lambda: stop.requested).is_last:
-                        break
-            else:
-                if stop.requested:
-                    run.request_stop()
-                self._lead(run, learner, agent, optimizer, numbers, stop_threads)
-
-    def _make_agent(self) -> nn.Module:
-        return self.algorithm.make_agent(self._space, self._num_actions, self.args).to(self.device)
-
-    def _share_start(
-        self, run: Run | None, agent: nn.Module, optimizer: FlatParameters, collectives: Collectives
-    ) -> int:
-        """Gives every process the parameters and optimiser of the one that has the run; returns the step it is at.
+    def _share_start(self) -> int:
+        """Gives every process the state of the one that has the run; returns the step it is at.
 
         Raises:
             UsageError: this process was started with other flags than that.
         """
+        run, digest = self._run, flags_digest(self._args)
         if run is not None and run.resumed is not None:
-            agent.load_state_dict(run.resumed["agent"])
-            optimizer.load_state_dict(run.resumed["optimizer"])
-        digest = flags_digest(self.args)
-        facts = torch.tensor([run.global_step if run is not None else 0, digest])
-        collectives.broadcast([*optimizer.tensors(), facts])
-        start, digest_of_lead = facts.tolist()
+            try:
+                self._agent.load_state_dict(run.resumed["agent"])
+                self._optimizer.load_state_dict(run.resumed["optimizer"])
+            except (RuntimeError, KeyError) as error:
+                reason = str(error).splitlines()[-1].strip()
+                raise bad("resume", self._args.resume, f"its checkpoint does not fit ({reason})") from None
+        facts = torch.tensor([0 if run is None else run.global_step, digest])
+        tensors = [x for x in tree_leaves(self._state_dict()) if isinstance(x, torch.Tensor)]
+        self._collectives.broadcast([*tensors, facts])
+        step, digest_of_lead = facts.tolist()
         if digest != digest_of_lead:
-            lead = self.layout.learner_part(0)
-            raise UsageError(f"{self.part.name} was started with other flags than {lead.name}")
-        return start
+            lead = self._layout.learner_part(0)
+            raise UsageError(f"{self._part.name} was started with other flags than {lead.name}")
+        return step
 
-    def _make_threads(self, source: ParamsSource, start: int) -> list[ActorThread]:
-        """The actor threads of this process; the run is taken up at step ``start``."""
-        args, layout, actor = self.args, self.layout, self.part.actor
-        num_threads = pool_threads(args, layout)
-        return [
-            ActorThread(
-                layout.thread_name(actor, index),
-                layout.pieces_of_thread(actor, index),
-                make_pool(args.env_id, layout.thread_envs(actor, index), args.seed, args.protocol, num_threads, start),
-                self._make_agent(),
-                source,
-                args,
-                self.device,
-                start // self._batch_size,
-                self._last,
-                self.status.fail_in_thread,
-            )
-            for index in range(layout.num_actor_threads)
-        ]
+    @contextmanager
+    def warm_up(self) -> Iterator[None]:
+        """Around all that compiles and captures: what it changes of agent and optimiser is put back.
 
-    def _make_shards(self) -> list[Rollout]:
-        """What the learner of this process trains on."""
-        dtype, shape = torch.from_numpy(self._space.sample()).dtype, self._space.shape
-        return [
-            Rollout.allocate(self.args.num_steps, self.layout.shard_size, shape, dtype, self.device)
-            for _ in self.layout.shards_of(self.part.learner)
-        ]
+        It ends when every process has come to its end.
+        """
+        run, seconds = self._run, self._args.start_timeout
+        if run is not None:
+            self._stack.enter_context(run)
+        with run.warmup(errors_end=True) if run is not None else nullcontext():
+            with self._status.warm_up_within(seconds), untouched(self._state_dict(), self._start.device):
+                yield
+            # On a GPU the threads have streams of their own, which would not wait for what was launched here.
+            self._collectives.barrier()
+        self._stack.callback(self._stop_threads)
+        self._status.tell_under_way()
 
-    def _make_update(
-        self, agent: nn.Module, optimizer: FlatParameters, rollouts: list[Rollout], collectives: Collectives
-    ) -> Update:
-        """The algorithm's update, compiled and captured."""
-        numbers = self.layout.shards_of(self.part.learner)
-        shards = Shards(numbers, rollouts, self.layout.num_shards, collectives.sum_over_shards)
-        update = self.algorithm.make_update(agent, optimizer, shards, self.args, self.device)
-        with untouched(optimizer.tensors(), self.device):
-            update.warm_up()
-        return update
+    def rollouts_due(self) -> Iterator[int]:
+        """Waits for the rollouts of the run, one after the other, until it ends; then saves what is to be kept.
 
-    def _lead(
-        self,
-        run: Run,
-        learner: Learner,
-        agent: nn.Module,
-        optimizer: FlatParameters,
-        numbers: range,
-        stop_threads: Callable[[], None],
-    ) -> None:
-        """Takes the updates ``numbers`` and keeps the run directory."""
-        args = self.args
-        network = {name: getattr(args, name) for name in self.algorithm.network_flags}
-        run.model = lambda: {"agent": agent.state_dict(), "network": network}
+        Where this process only acts, it passes its rollouts out and the parameters in, and yields nothing.
 
-        def state_dict() -> dict:
-            return {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
+        Yields:
+            the number of a rollout, from 1 on; ``shards`` hold it until the next one.
 
-        records = Records(run, self.layout, learner.update.num_steps, self.algorithm.loss_names, state_dict)
-        enough = False
+        Raises:
+            RuntimeError: the learners' parameters differ, a rollout is not the one that was due, or training diverged.
+            Stopped, Stalled, PeerLost: a rollout, or another process, does not come.
+        """
+        run, learns = self._run, self._part.learner is not None
+        if run is not None:
+            self._records = Records(run, self._layout, self._state_dict)
+            if self._stop.requested:
+                run.request_stop()
+            run.restore_rng()
+            run.start_clock()
+        for number in range(self._first + 1, self._start.num_updates + 1):
+            self._number, self._started = number, time.time()
+            # What a learner was asked is in its sign.
+            self._pieces = self._pipeline.exchange(number, self._stop.requested and not learns)
+            if learns:
+                self._filled, self._reduced = time.time(), self._collectives.all_reduce_seconds
+                self._collectives.begin("update", number)
+                yield number
+            else:
+                self._collectives.begin("parameters of update", number)
+                params, self._is_last = self._collectives.pass_params(flatten(self._agent.parameters()))
+                self._give_params(params)
+            if self._is_last:
+                break
+        if run is not None:
+            # After an early stop the threads wait for what never comes: a stall, if saving takes long.
+            self._stop_threads()
+            run.finish(self._state_dict())
+            if self._args.evaluate_episodes is not None:
+                run.evaluate(self._args.evaluate_episodes)
+            if self._args.upload_model:
+                print(f"model: {upload_run(run.dir, self._args.hf_entity)}", flush=True)
 
-        def stop_requested() -> bool:
-            nonlocal enough
-            stop = run.stop_requested  # before the other: the time may be up between the two
-            enough = enough or _enough(run, args)
-            return enough or stop
+    def publish(self, losses, optimizer_steps: int) -> None:
+        """Ends the update that the last rollout was due for, and passes the new parameters on.
 
-        run.restore_rng()
-        run.start_clock()
+        Args:
+            losses: NamedTuple of tensors without shape, which are logged by their names.
+            optimizer_steps: that the update took.
+        """
+        number, collectives, lr = self._number, self._collectives, self._optimizer.param_groups[0]["lr"]
+        synchronize_stream(self._start.device)
+        times = self._started, self._filled, time.time(), collectives.all_reduce_seconds - self._reduced
+        collectives.begin("report of update", number)
+        params = flatten(self._agent.parameters())
+        is_last = number == self._start.num_updates
+        check = number % self._args.checksum_frequency == 0 or is_last
+        asked_to_stop = self._asked_to_stop() or any(header.stop for _, header in self._pieces)
+        sign = (asked_to_stop, checksum(params) if check else 0)
+        stops, checksums = zip(*collectives.gather_signs(sign), strict=True)
+        for learner, sum_of_bits in enumerate(checksums):
+            if sum_of_bits != checksums[0]:
+                names = [self._layout.learner_part(i).name for i in (learner, 0)]
+                raise RuntimeError(f"the parameters of {' and '.join(names)} differ after update {number}")
+        reports = collectives.gather_reports(Report(*times, self._pieces, ended_episodes(self._layout, self.shards)))
+        self._is_last = is_last or any(stops)
+        collectives.begin("parameters of update", number)
+        collectives.pass_params(params, self._is_last)
+        self._give_params(params)
+        if self._run is not None:
+            self._run.optimizer_steps += optimizer_steps
+            metrics = {f"losses/{name}": value for name, value in losses._asdict().items()}
+            self._records.add(number, reports, {"charts/learning_rate": lr, **metrics}, self._is_last)
+            if any(stops) and not self._has_enough:
+                self._run.request_stop()  # the signal may have reached another process only
+
+    def _give_params(self, params: torch.Tensor) -> None:
+        synchronize_stream(self._start.device)  # the threads that copy them work on others
+        for thread in self.threads:
+            thread.put_params(self._number, params)
+
+    def _asked_to_stop(self) -> bool:
+        """Whether this process was asked to, or leads a run that has all that it wants."""
+        run, target = self._run, self._args.target_return
+        if run is None:
+            return self._stop.requested
+        stop = run.stop_requested  # before the other: the time may be up between the two
+        reached = target is not None and run.episodes >= 100 and run.episodic_return >= target
+        self._has_enough = reached or run.time_is_up
+        return stop or self._has_enough
+
+    def _stop_threads(self) -> None:
+        """Ends the actor threads, those that wait at once; may be called again."""
+        for thread in self.threads:
+            thread.stop()
+        deadline = time.monotonic() + JOIN_SECONDS
+        for thread in self.threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+@contextmanager
+def join(start: Start, script_file: str, agent: nn.Module, optimizer, network: dict) -> Iterator[Worker]:
+    """Joins the run as the part that ``start`` names: meets the others, and takes over the state of the one that leads.
+
+    The end of the block is the end of the process; a failure in it is reported.
+
+    Args:
+        script_file: ``__file__`` of the script.
+        agent, optimizer: what is learned, overwritten with what the leading process has, or has resumed.
+        network: what the script's ``load_policy`` needs to know of ``agent``, for model.pt.
+    """
+    status, code = Status(start.part.name), 0
+    with ExitStack() as stack:
         try:
-            for number in numbers:
-                iteration = learner.iterate(number, self._last, stop_requested)
-                records.add(iteration, optimizer)
-                if iteration.is_last:
-                    if iteration.stop and not enough:
-                        run.request_stop()  # the signal may have reached another process only
-                    break
-        finally:
-            records.close()
-        # After an early stop the threads wait for what never comes: a stall, if saving takes long.
-        stop_threads()
-        run.finish(state_dict())
-        if args.upload_model:
-            print(f"model: {upload_run(run.dir, args.hf_entity)}", flush=True)
-
-
-def _reporter(status: Status) -> Callable:
-    """An exit callback that reports an error, but for bad input and an actor thread's, which are reported already."""
-
-    def report(kind, error, traceback) -> None:
-        if isinstance(error, Exception) and not isinstance(error, UsageError | Stopped):
+            yield (worker := Worker(start, script_file, agent, optimizer, network, status, stack))
+        except UsageError as error:
+            report_usage_error(error, script_file)
+            code = 2
+        except Stopped:  # an actor thread has failed, and reports it
+            status.told.wait(GRACE_SECONDS)
+            code = 1
+        except KeyboardInterrupt:  # a second Ctrl-C, or one before signals are noted
+            code = 130
+        except Exception as error:
+            # Before the stack: ending the threads, and a process group that is broken, may take a while.
             status.fail(error)
-
-    return report
-
-
-def _stop_threads(threads: list[ActorThread], source: ParamsSource | None) -> None:
-    """Ends the actor threads, those that wait at once; may be called again."""
-    for thread in threads:
-        thread.stop()
-    if source is not None:
-        source.close()
-    deadline = time.monotonic() + JOIN_SECONDS
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-
-
-def _enough(run: Run, args) -> bool:
-    """Whether the run has reached what it was to reach, before its last step."""
-    reached = args.target_return is not None and (run.episodes >= 100 and run.episodic_return >= args.target_return)
-    return reached or run.time_is_up
+            code = 1
+    if code == 0:  # not after an error: NCCL would wait for the others to close their end
+        worker.leave()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Python's own end would wait for the threads of a broken process group; and those of a whole one, which may still
+    # let go of a tensor, would find no interpreter any more and abort ("terminate called without an active exception").
+    os._exit(code)

@@ -6,6 +6,8 @@ import platform
 import re
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -87,6 +89,15 @@ def update_threads(requested: int | None, minibatch_size: int) -> int:
     Under about a thousand rows a 64x64 network is done before a second thread has woken up.
     """
     return requested or (1 if minibatch_size < 1024 else available_cores())
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """PyTorch with one CPU thread: what is compiled meanwhile will always start that one alone."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 def synchronize_stream(device: torch.device) -> None:

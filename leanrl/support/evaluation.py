@@ -95,9 +95,11 @@ def in_todays_layout(model: dict) -> dict:
     """A saved model, its parameters as the references keep them; earlier fast variants had other layouts.
 
     SAC's had both heads of the actor in one layer; PPO's on Atari had kernels [out, H, W, in], the first layer's of
-    2 x 2 blocks of 4 x 4 pixels each.
+    2 x 2 blocks of 4 x 4 pixels each. The distributed scripts named the one layer behind the torso ``hidden``.
     """
-    actor, agent = model.get("actor", {}), model.get("agent", {})
+    actor, agent, network = (model.get(name, {}) for name in ("actor", "agent", "network"))
+    if "hidden" in network:
+        network["hiddens"] = [network.pop("hidden")]
     if "fc_heads.weight" in actor:
         for name in ("weight", "bias"):
             actor[f"fc_mean.{name}"], actor[f"fc_logstd.{name}"] = actor.pop(f"fc_heads.{name}").chunk(2)

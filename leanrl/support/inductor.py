@@ -1,4 +1,4 @@
-"""Ways to write what TorchInductor would otherwise compile badly."""
+"""A way to write what TorchInductor would otherwise compile badly."""
 
 import torch
 import torch.nn as nn
@@ -13,11 +13,3 @@ def mlp_as_sums(network: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
     for layer in network:
         x = (layer.weight * x.unsqueeze(1)).sum(-1) + layer.bias if isinstance(layer, nn.Linear) else layer(x)
     return x
-
-
-def computed_once(scalar: torch.Tensor) -> torch.Tensor:
-    """``scalar`` [1], which TorchInductor is to compute once, not again for every vector of the loop that uses it.
-
-    It inlines elementwise work into the loops of its consumers, powers in float64 too. A strided view needs memory.
-    """
-    return scalar.as_strided((1,), (1,))

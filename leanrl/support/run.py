@@ -25,7 +25,7 @@ from leanrl.support.checkpoints import load_last_checkpoint, save_atomically, sa
 from leanrl.support.cli import read_args_json, run_directory
 from leanrl.support.devices import available_cores, cpu_name, has_bf16_units
 from leanrl.support.errors import bad
-from leanrl.support.evaluation import record_video
+from leanrl.support.evaluation import play, record_video
 from leanrl.support.signals import StopRequest
 from leanrl.support.tracking import Tracker
 
@@ -80,6 +80,30 @@ def machine_facts(device: torch.device) -> dict:
         "mkldnn_matmul_fp32_precision": torch.backends.mkldnn.matmul.fp32_precision,
         "cudnn_conv_fp32_precision": torch.backends.cudnn.conv.fp32_precision,
     }
+
+
+def evaluate_model(
+    run_dir: Path, episodes: int, seed: int = 0, video: Path | None = None, progress=iter, sticky: bool = False
+) -> dict:
+    """Plays the saved model of a run, writes ``RUN_DIR/evaluation.json`` and returns its content.
+
+    Args:
+        run_dir, episodes, seed, video, progress, sticky: as ``play`` takes them.
+    """
+    returns = play(run_dir, episodes, seed, video, progress, sticky)
+    run = read_args_json(run_dir)
+    evaluation = {
+        "script": run["script"],
+        "env_id": run["args"]["env_id"],
+        "seed": seed,
+        "sticky": sticky,
+        "episodes": episodes,
+        "returns": returns,
+        "video": str(video.relative_to(run_dir)) if video else None,
+        "machine": machine_facts(torch.device("cpu")),
+    }
+    write_json_atomically(run_dir / "evaluation.json", evaluation)
+    return evaluation
 
 
 def rng_state(device: torch.device) -> dict:
@@ -445,6 +469,13 @@ class Run:
             self._progress.close()
             print(self._what_next(), file=sys.stderr)
         return summary
+
+    def evaluate(self, episodes: int) -> None:
+        """After ``finish``: plays the model that it has saved and logs the mean return; nothing after a signal."""
+        if not self._stop.requested:
+            returns = evaluate_model(self.dir, episodes)["returns"]
+            self._tracker.log(self.global_step, {"evaluation/episodic_return": float(np.mean(returns))})
+            say(f"evaluation: mean return {np.mean(returns):.1f} of {episodes} episodes")
 
     def _what_next(self) -> str:
         """The last line on a terminal: the run directory, and what can be done with it."""

@@ -21,10 +21,8 @@ import torch
 import tyro
 from tqdm import tqdm
 
-from leanrl.support.cli import read_args_json
 from leanrl.support.errors import UsageError, require_at_least
-from leanrl.support.evaluation import play
-from leanrl.support.run import machine_facts, write_json_atomically
+from leanrl.support.run import evaluate_model
 from leanrl.tools.common import markdown_table, mean_std, run_tool
 
 
@@ -52,22 +50,9 @@ def evaluate(run_dir: Path, args: Args) -> dict:
         return tqdm(episodes, desc=run_dir.resolve().name, unit="episode", leave=False, disable=None)
 
     try:
-        returns = play(run_dir, args.episodes, args.seed, video, progress, args.sticky)
-        run = read_args_json(run_dir)
-        evaluation = {
-            "script": run["script"],
-            "env_id": run["args"]["env_id"],
-            "seed": args.seed,
-            "sticky": args.sticky,
-            "episodes": args.episodes,
-            "returns": returns,
-            "video": str(video.relative_to(run_dir)) if video else None,
-            "machine": machine_facts(torch.device("cpu")),
-        }
-        write_json_atomically(run_dir / "evaluation.json", evaluation)
+        return evaluate_model(run_dir, args.episodes, args.seed, video, progress, args.sticky)
     except OSError as error:
         raise UsageError(f"{run_dir}: cannot be written ({error})") from None
-    return evaluation
 
 
 def main(args: Args) -> int:

@@ -33,7 +33,7 @@ import numpy as np
 import tyro
 from tqdm import tqdm
 
-from leanrl.sebulba.learner import TIMELINE_FILE
+from leanrl.sebulba.records import TIMELINE_FILE
 from leanrl.support.cli import RunArgs, read_args_json
 from leanrl.support.errors import UsageError, bad, pip_command, require_at_least
 from leanrl.support.tracking import read_metrics

@@ -421,8 +421,7 @@ def measure_layouts(
     with closing(make_pool(args.env_id, range(1), args.seed, args.protocol)) as pool:
         space, num_actions = pool.single_observation_space, int(pool.single_action_space.n)
     agent = importlib.import_module(f"leanrl.{script}").make_agent(space, num_actions, args)
-    dtype = torch.from_numpy(space.sample()).dtype
-    rollout = Rollout.allocate(args.num_steps, 1, space.shape, dtype, torch.device("cpu"))
+    rollout = Rollout.allocate(space, args.num_steps, 1, torch.device("cpu"))
     threads = threads_alone = args.num_threads or 1
     if device.type == "cpu":
         one_process = Layout((0,), (0,), 1, args.num_actor_threads, args.local_num_envs)

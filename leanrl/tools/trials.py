@@ -276,7 +276,8 @@ def require_valid(contender: Contender, num_groups: int = 1) -> None:
         raise UsageError(f"{script} does not take {shlex.join(flags)}; see its --help") from None
     module.validate(args)
     if isinstance(args, SebulbaArgs):
-        validate_start(args, num_groups, module.validate_shards)
+        _, layout = validate_start(args, num_groups)
+        module.validate_shards(args, layout)
     if peer := peer_of(contender.label):
         plan(peer, args)
 

@@ -1,0 +1,120 @@
+"""What learners report of an update, and what the one that leads writes down."""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from leanrl.sebulba.layout import Layout, Piece
+from leanrl.sebulba.rollout import Header, Rollout
+from leanrl.support.run import Run
+from leanrl.support.tracking import cut_metrics
+
+TIMELINE_FILE = "timeline.jsonl"
+# Sums of bits are kept below this, so that float64 holds them.
+CHECKSUM_RANGE = 2**52
+
+
+class Report(NamedTuple):
+    """A learner's, of one update; ``started`` and the like are what time.time() read."""
+
+    started: float
+    """when it began to wait for rollouts"""
+    filled: float
+    """when its shards were full"""
+    updated: float
+    all_reduce: float
+    """seconds"""
+    pieces: list[tuple[Piece, Header]]
+    """what it learned from"""
+    episodes: np.ndarray
+    """[3, E] of those that ended there, see ``ended_episodes``"""
+
+
+def checksum(params: torch.Tensor) -> int:
+    """A number that changes with any bit of a float32 vector [P]: equal replicas have equal ones."""
+    bits = params.detach().view(torch.int32).long()
+    weights = 2 * torch.arange(len(bits), device=bits.device) + 1  # so that exchanged values count too
+    return int((bits * weights).sum().item()) % CHECKSUM_RANGE
+
+
+def ended_episodes(layout: Layout, shards: dict[int, Rollout]) -> np.ndarray:
+    """Episodes that ended in a learner's shards: [3, E], place (by step, then environment of all), return, length."""
+    first_env = layout.shard_envs(min(shards)).start
+    returns = torch.cat([rollout.returns for rollout in shards.values()], 1)
+    lengths = torch.cat([rollout.lengths for rollout in shards.values()], 1)
+    steps, envs = (~returns.isnan()).nonzero(as_tuple=True)
+    places = steps * layout.num_envs + first_env + envs
+    return torch.stack([places.double(), returns[steps, envs], lengths[steps, envs]]).cpu().numpy()
+
+
+def returns_and_lengths(reports: Sequence[Report]) -> tuple[list[float], list[float]]:
+    """Of the episodes that ended, by step and then environment: the same in every layout."""
+    episodes = np.concatenate([report.episodes for report in reports], 1)
+    _, returns, lengths = episodes[:, episodes[0].argsort()].tolist()
+    return returns, lengths
+
+
+class Records:
+    """What the leading learner writes down of every update.
+
+    Args:
+        run: the run, entered.
+        layout: for the names of the parts.
+        state_dict: the script's state, for checkpoints.
+    """
+
+    def __init__(self, run: Run, layout: Layout, state_dict: Callable[[], dict]) -> None:
+        self._run, self._layout, self._state_dict = run, layout, state_dict
+        cut_metrics(run.dir, run.global_step, TIMELINE_FILE)
+
+    def add(self, number: int, reports: Sequence[Report], metrics: dict[str, torch.Tensor], is_last: bool) -> None:
+        """Counts update ``number``; logs and checkpoints where it is time to, and logs the last one always.
+
+        Raises:
+            RuntimeError: training has diverged.
+        """
+        run, args = self._run, self._run.args
+        run.global_step += self._layout.num_envs * args.num_steps
+        run.record_episodes(*returns_and_lengths(reports))
+        with open(run.dir / TIMELINE_FILE, "a") as timeline:
+            timeline.write(json.dumps(self._spans(number, reports)) + "\n")
+        checkpoint_due = run.checkpoint_due()
+        # Before a checkpoint too: a log point is where a run that has diverged ends.
+        if number % args.log_frequency == 0 or is_last or checkpoint_due:
+            run.log({**{name: value.item() for name, value in metrics.items()}, **stats(number, reports)})
+        if checkpoint_due:
+            run.checkpoint(self._state_dict())
+
+    def _spans(self, number: int, reports: Sequence[Report]) -> dict:
+        """One line of the timeline: for each part, what it did from when to when (time.time())."""
+        spans = {}
+        for learner, report in enumerate(reports):
+            busy = [["wait for rollouts", report.started, report.filled], ["update", report.filled, report.updated]]
+            spans[self._layout.learner_part(learner).name] = busy
+            for piece, header in report.pieces:
+                started, fetched = header.started, header.started + header.params_wait
+                spans[self._layout.thread_name(piece.actor, piece.thread)] = [
+                    ["wait for a free buffer", started - header.queue_put, started],
+                    ["wait for parameters", started, fetched],
+                    ["rollout", fetched, header.ended],
+                ]
+        return {"global_step": self._run.global_step, "update": number, "spans": spans}
+
+
+def stats(number: int, reports: Sequence[Report]) -> dict[str, float]:
+    """Seconds of the last iteration, means over the parts; and by how many updates its rollouts were behind."""
+    headers = [header for report in reports for _, header in report.pieces]
+    values = {name: [getattr(h, name) for h in headers] for name in ("inference", "env_step", "device_to_host")}
+    values |= {
+        "rollout": [h.ended - h.started - h.params_wait for h in headers],
+        "params_get": [h.params_wait for h in headers],
+        "queue_put": [h.queue_put for h in headers],
+        "queue_get": [report.filled - report.started for report in reports],
+        "update": [report.updated - report.filled for report in reports],
+        "all_reduce": [report.all_reduce for report in reports],
+    }
+    means = {f"stats/{name}_time": float(np.mean(seconds)) for name, seconds in values.items()}
+    return {**means, "stats/policy_lag": float(np.mean([number - 1 - h.version for h in headers]))}
