@@ -35,7 +35,7 @@ from leanrl.support.scan import linear_recurrence
 @dataclass
 class Args(RunArgs):
     env_id: str = "HalfCheetah-v5"
-    """Gymnasium environment with continuous actions"""
+    """Gymnasium environment with continuous actions; Dict observations are flattened in the order of their keys"""
     total_timesteps: int = 1_000_000
     """environment steps of the whole run"""
     seed: int = 1

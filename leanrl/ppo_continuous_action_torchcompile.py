@@ -45,7 +45,7 @@ from leanrl.support.scan import linear_recurrence
 @dataclass
 class Args(RunArgs):
     env_id: str = "HalfCheetah-v5"
-    """environment with continuous actions"""
+    """environment with continuous actions; Dict observations are flattened in the order of their keys"""
     total_timesteps: int = 1_000_000
     """environment steps of the whole run"""
     seed: int = 1

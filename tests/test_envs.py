@@ -222,8 +222,9 @@ class Custom(gym.Env):
 
 BOX = gym.spaces.Box(-1, 1, (2,), np.float32)
 IMAGE = gym.spaces.Box(0, 255, (8, 8, 3), np.uint8)
+LARGEST = np.finfo(np.float64).max
+HUGE = gym.spaces.Box(-LARGEST, LARGEST, (2,), np.float64)
 UNBOUNDED = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
-DICT = gym.spaces.Dict({"a": gym.spaces.Box(-1, 1, (3,), np.float32), "b": gym.spaces.Box(2, 3, (2, 2), np.float32)})
 
 
 @pytest.fixture
@@ -239,16 +240,77 @@ def register():
     gym.registry.pop("LeanRLCustom-v0", None)
 
 
-def test_dict_observations_become_one_vector(register):
-    env_id = register(DICT, BOX)
+def test_dict_observations_become_one_vector_in_the_order_of_their_keys(register):
+    inner = gym.spaces.Dict({"d": gym.spaces.Box(-9, -8, (1,), np.float64), "c": gym.spaces.Discrete(3, start=5)})
+    outer = {"z": gym.spaces.Box(4, 5, (), np.float32), "m": inner, "a": gym.spaces.Box(2, 3, (2, 2), np.int32)}
+    env_id = register(gym.spaces.Dict(outer), BOX)
     envs = make_envs(env_id, 2, seed=1)
     require_continuous_actions(envs, env_id)
-    obs, _ = envs.reset()
-    assert obs.shape == (2, 7) and obs.dtype == np.float32
-    assert (np.abs(obs[:, :3]) <= 1).all() and (obs[:, 3:] >= 2).all()
+    for obs in (envs.reset()[0], envs.step(np.zeros((2, 2), np.float32))[0]):
+        assert obs.shape == (2, 9) and obs.dtype == np.float64
+        numbers, one_hot, d, z = np.split(obs, [4, 7, 8], axis=1)
+        assert np.isin(numbers, [2, 3]).all()
+        assert np.isin(one_hot, [0, 1]).all() and (one_hot.sum(1) == 1).all()
+        assert ((d >= -9) & (d <= -8)).all() and ((z >= 4) & (z <= 5)).all()
 
 
-@pytest.mark.parametrize("spaces, reason", [((BOX, UNBOUNDED), "unbounded actions"), ((IMAGE, BOX), "needs a vector")])
+NOT_NUMBERS = [gym.spaces.Text(3), gym.spaces.Graph(BOX, None), gym.spaces.Sequence(BOX)]
+
+
+@pytest.mark.parametrize("space", NOT_NUMBERS, ids=lambda space: type(space).__name__)
+def test_dict_observations_of_more_than_numbers_are_refused(register, space):
+    env_id = register(gym.spaces.Dict({"a": BOX, "b": gym.spaces.Tuple([BOX, space])}), BOX)
+    with pytest.raises(UsageError, match=rf"^--env-id {env_id}: has a {type(space).__name__} among its observations"):
+        make_envs(env_id, 1, seed=1)
+
+
+# dm_control with a scalar; Gymnasium-Robotics, sorted otherwise than EnvPool and nested; integers and one-hot numbers.
+DICTS = ["CheetahRun-v1", "FingerSpin-v1", "FetchReach-v4", "FrankaKitchen-v1", "MiniGrid-Empty-5x5-v0"]
+
+
+@pytest.mark.parametrize("env_id", DICTS)
+def test_envpools_dicts_are_flattened_as_gymnasium_does(env_id):
+    envs, seeds = EnvPoolVectorEnv(env_id, env_seeds(1, 3), num_threads=1), env_seeds(1, 3)
+    pool = envpool.make(env_id, env_type="gymnasium", num_envs=3, seed=seeds, num_threads=1)
+
+    def resorted(space):
+        if not isinstance(space, gym.spaces.Dict):
+            return space
+        return gym.spaces.Dict({key: resorted(part) for key, part in space.items()})
+
+    def row(obs, i):
+        return {key: row(part, i) if isinstance(part, dict) else part[i] for key, part in obs.items()}
+
+    space = resorted(pool.observation_space)
+    actions = np.stack([envs.single_action_space.sample() for _ in range(3)])
+    for obs, theirs in [(envs.reset()[0], pool.reset()[0])] + [
+        (envs.step(actions)[0], pool.step(actions)[0]) for _ in range(5)
+    ]:
+        expected = np.stack([gym.spaces.flatten(space, row(theirs, i)) for i in range(3)])
+        np.testing.assert_array_equal(obs, expected)
+        assert obs.shape[1:] == envs.single_observation_space.shape
+        assert obs.dtype == expected.dtype == envs.single_observation_space.dtype
+
+
+def test_dm_controls_episodes_are_truncated_and_their_resets_give_no_reward():
+    envs = make_envs("CheetahRun-v1", 2, seed=1, backend="envpool")
+    require_continuous_actions(envs, "CheetahRun-v1")
+    space = envs.single_observation_space
+    assert space.shape == (17,) and (space.low == -np.inf).all() and (space.high == np.inf).all()
+    obs, rewards, terminations, truncations = play(envs, random_actions(envs, 1005))
+    assert not terminations.any() and truncations[999].all() and truncations.sum() == 2
+    assert rewards[999].any() and (rewards[1000] == 0).all()  # EnvPool says the last one again
+    assert (np.abs(obs[1000] - obs[1001]).max(1) > 0.1).all()
+
+
+UNSUITABLE = [
+    ((BOX, UNBOUNDED), "unbounded actions"),
+    ((BOX, HUGE), "unbounded actions"),
+    ((IMAGE, BOX), "vector"),
+]
+
+
+@pytest.mark.parametrize("spaces, reason", UNSUITABLE)
 def test_unsuitable_spaces_are_refused(register, spaces, reason):
     env_id = register(*spaces)
     with pytest.raises(UsageError, match=f"--env-id {env_id}: .*{reason}"):

@@ -474,6 +474,19 @@ def test_hopper_on_envpool_plays_there_and_is_filmed_in_gymnasium(opengl, tmp_pa
     assert (run_dir / "videos" / "evaluation_seed0.mp4").exists()
 
 
+def test_dm_control_on_envpool_is_trained_on_and_evaluated(tmp_path, monkeypatch, capsys):
+    flags = ["--env-id=CheetahRun-v1", "--env-backend=envpool", "--num-envs=4", "--total-timesteps=200", "--device=cpu"]
+    flags += ["--learning-starts=100", "--no-compile", "--save-model", "--run-name=run", "--runs-dir", tmp_path]
+    assert run("sac_continuous_action_torchcompile", *flags) == 0
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["optimizer_steps"] >= 90
+    assert evaluate_cli(monkeypatch, tmp_path / "run", "--episodes", 2) == 0
+    returns = returns_of(tmp_path / "run")
+    assert returns == evaluation.play(tmp_path / "run", 2)
+    assert all(0 < score < 1000 for score in returns) and returns[0] != returns[1]
+    capsys.readouterr()
+    assert "cannot film CheetahRun-v1" in one_line(monkeypatch, capsys, tmp_path / "run", "--capture-video")
+
+
 @pytest.mark.parametrize(
     "env_id, reason",
     [("Blackjack-v1", "cannot film"), ("CheetahRun-v1", "cannot film"), ("Blackjak-v1", "is not an EnvPool")],

@@ -13,6 +13,7 @@ from typing import Literal
 import gymnasium as gym
 import numpy as np
 import torch
+from gymnasium.spaces.utils import flatten_space
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
@@ -130,8 +131,35 @@ TERMINATED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
+def _as_declared_in_gymnasium(space: gym.Space) -> gym.Space:
+    """A space of EnvPool's with the keys of its Dicts sorted, and infinite where its bounds stand for none.
+
+    Those are the largest number of the dtype, and dm_control's lowest is C++'s ``numeric_limits<double>::min()``: the
+    smallest positive one.
+    """
+    if isinstance(space, gym.spaces.Dict):
+        return gym.spaces.Dict({key: _as_declared_in_gymnasium(part) for key, part in space.items()})
+    if not isinstance(space, gym.spaces.Box) or space.dtype.kind != "f":
+        return space
+    limits = np.finfo(space.dtype)
+    low = np.where((space.low <= limits.min) | (space.low == limits.tiny), -np.inf, space.low)
+    high = np.where(space.high >= limits.max, np.inf, space.high)
+    return gym.spaces.Box(low, high, dtype=space.dtype)
+
+
+def _columns(space: gym.Space, obs) -> list[np.ndarray]:
+    """Observations of a batch, each part [N, columns]: what ``gymnasium.spaces.flatten`` makes of each one."""
+    if isinstance(space, gym.spaces.Dict):
+        return [columns for key, part in space.items() for columns in _columns(part, obs[key])]
+    if isinstance(space, gym.spaces.Discrete):
+        return [obs.reshape(-1, 1) == np.arange(space.start, space.start + space.n)]
+    return [obs.reshape(len(obs), -1)]
+
+
 class EnvPoolVectorEnv(VectorEnv):
     """EnvPool's synchronous mode as a VectorEnv. Its own autoreset is NEXT_STEP already.
+
+    ``Dict`` observations are flattened in the order of their sorted keys, at each level, as ``make_env`` does.
 
     A step that ends an episode as time runs out is both terminated and truncated, as in Gymnasium, where TERMINATED
     has a rule for the environment. Of others EnvPool says ``truncated`` alone, and learners bootstrap from its end.
@@ -155,14 +183,22 @@ class EnvPoolVectorEnv(VectorEnv):
         self._terminated = TERMINATED.get(env_id.rpartition("-v")[0])
         with warnings.catch_warnings():  # EnvPool gives float32 spaces their bounds as float64
             warnings.simplefilter("ignore")
-            self.single_observation_space = self._pool.observation_space
-            self.single_action_space = self._pool.action_space
+            self._space = self.single_observation_space = _as_declared_in_gymnasium(self._pool.observation_space)
+            self.single_action_space = _as_declared_in_gymnasium(self._pool.action_space)
+        if isinstance(self._space, gym.spaces.Dict):
+            self.single_observation_space = flatten_space(self._space)
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
 
     def reset(self, *, seed=None, options=None) -> tuple[np.ndarray, dict]:
         """Starts every environment anew. The seeds were given at construction, as EnvPool wants them."""
-        return self._pool.reset()
+        obs, infos = self._pool.reset()
+        return self._flatten(obs), infos
+
+    def _flatten(self, obs) -> np.ndarray:
+        if not isinstance(obs, dict):
+            return obs
+        return np.concatenate(_columns(self._space, obs), axis=1, dtype=self.single_observation_space.dtype)
 
     def step(self, actions: np.ndarray):
         """``actions`` [N, ...] -> observations [N, ...], rewards, terminations, truncations [N], EnvPool's infos."""
@@ -176,6 +212,9 @@ class EnvPoolVectorEnv(VectorEnv):
     def recv(self):
         """The second half of ``step``: waits for all environments and returns what they say, in their order."""
         obs, rewards, terminations, truncations, infos = self._pool.recv()
+        obs = self._flatten(obs)
+        # Resets of dm_control repeat the last reward, Meta-World's return that of the new state.
+        rewards[infos["elapsed_step"] == 0] = 0
         if self._terminated is not None and truncations.any():  # on those steps EnvPool says nothing of terminations
             terminations = terminations | (truncations & self._terminated(obs))
         return obs, rewards, terminations, truncations, infos
@@ -195,8 +234,26 @@ def near_names(name: str, known) -> str:
     return f"; did you mean {', '.join(lower[m] for m in matches)}?" if matches else ""
 
 
+# Gymnasium flattens Text too, to the numbers of its letters.
+FLATTENED = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiBinary, gym.spaces.MultiDiscrete)
+
+
+def _parts(space: gym.Space) -> list[gym.Space]:
+    """The spaces that a Dict or Tuple is made of, at all levels."""
+    if isinstance(space, gym.spaces.Dict):
+        space = gym.spaces.Tuple(space.values())
+    return [part for inner in space for part in _parts(inner)] if isinstance(space, gym.spaces.Tuple) else [space]
+
+
 def make_env(env_id: str, **kwargs) -> gym.Env:
-    """``gymnasium.make`` with observations flattened to a vector, and its errors as one-line UsageErrors."""
+    """``gymnasium.make`` with ``Dict`` and ``Tuple`` observations flattened to vectors of numbers.
+
+    The order is Gymnasium's: that of the sorted keys, at each level, unless an environment declares an OrderedDict. A
+    ``Discrete`` part becomes one-hot.
+
+    Raises:
+        UsageError: unknown environment, a missing package, or parts of an observation that are not numbers.
+    """
     try:
         with warnings.catch_warnings():  # that the version is old, once for each of the environments
             warnings.simplefilter("ignore")
@@ -208,6 +265,10 @@ def make_env(env_id: str, **kwargs) -> gym.Env:
         remedy = f"; {pip_command('mujoco')}" if "MuJoCo is not" in str(error) else ""
         raise bad("env_id", env_id, f"cannot be made here ({error}){remedy}") from None
     if isinstance(env.observation_space, gym.spaces.Dict | gym.spaces.Tuple):
+        for part in _parts(env.observation_space):
+            if not isinstance(part, FLATTENED):
+                kind = type(part).__name__
+                raise bad("env_id", env_id, f"has a {kind} among its observations; only numbers make a vector")
         env = gym.wrappers.FlattenObservation(env)
     return env
 
@@ -287,7 +348,7 @@ def require_continuous_actions(envs: VectorEnv, env_id: str) -> None:
         raise bad("env_id", env_id, f"has {type(action).__name__} actions; this script needs continuous (Box) ones")
     if len(action.shape) != 1:
         raise bad("env_id", env_id, f"has actions of shape {action.shape}; this script needs vectors")
-    if not np.isfinite(action.low).all() or not np.isfinite(action.high).all():
+    if not (np.abs([action.low, action.high]) < np.finfo(np.float32).max).all():
         raise bad("env_id", env_id, "has unbounded actions; this script needs finite bounds")
     require_vector_observations(envs, env_id)
 
