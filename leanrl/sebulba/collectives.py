@@ -189,6 +189,8 @@ class Collectives:
         Returns:
             what was sent, or received; what was given where nothing was.
         """
+        if not self._receive_params:
+            return params, is_last
         message, rank = torch.cat([params, params.new_tensor([float(is_last)])]), self._part.rank
         sends = [(to, message) for to in self._receive_params] if rank == self._sends_params else []
         receives = [(self._sends_params, message)] if rank in self._receive_params else []

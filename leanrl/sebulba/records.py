@@ -42,11 +42,10 @@ def checksum(params: torch.Tensor) -> int:
 
 def ended_episodes(layout: Layout, shards: dict[int, Rollout]) -> np.ndarray:
     """Episodes that ended in a learner's shards: [3, E], place (by step, then environment of all), return, length."""
-    first_env = layout.shard_envs(min(shards)).start
     returns = torch.cat([rollout.returns for rollout in shards.values()], 1)
     lengths = torch.cat([rollout.lengths for rollout in shards.values()], 1)
     steps, envs = (~returns.isnan()).nonzero(as_tuple=True)
-    places = steps * layout.num_envs + first_env + envs
+    places = steps * layout.num_envs + layout.shard_envs(min(shards)).start + envs
     return torch.stack([places.double(), returns[steps, envs], lengths[steps, envs]]).cpu().numpy()
 
 

@@ -236,22 +236,21 @@ def join(start: Start, script_file: str, agent: nn.Module, optimizer, network: d
         agent, optimizer: what is learned, overwritten with what the leading process has, or has resumed.
         network: what the script's ``load_policy`` needs to know of ``agent``, for model.pt.
     """
-    status, code = Status(start.part.name), 0
+    status, code = Status(start.part.name), 1
     with ExitStack() as stack:
         try:
             yield (worker := Worker(start, script_file, agent, optimizer, network, status, stack))
+            code = 0
         except UsageError as error:
             report_usage_error(error, script_file)
             code = 2
         except Stopped:  # an actor thread has failed, and reports it
             status.told.wait(GRACE_SECONDS)
-            code = 1
         except KeyboardInterrupt:  # a second Ctrl-C, or one before signals are noted
             code = 130
         except Exception as error:
             # Before the stack: ending the threads, and a process group that is broken, may take a while.
             status.fail(error)
-            code = 1
     if code == 0:  # not after an error: NCCL would wait for the others to close their end
         worker.leave()
     sys.stdout.flush()

@@ -96,8 +96,10 @@ def one_thread() -> Iterator[None]:
     """PyTorch with one CPU thread: what is compiled meanwhile will always start that one alone."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def synchronize_stream(device: torch.device) -> None:
