@@ -14,7 +14,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium.spaces.utils import flatten_space
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from leanrl.support.episodes import EpisodeStatistics
@@ -34,23 +34,15 @@ def env_seeds(seed: int, num_envs: int, first_index: int = 0, start: int = 0) ->
     return [int(np.random.SeedSequence(words).generate_state(1)[0] >> 1) for words in entropy]
 
 
-class SerialVectorEnv(VectorEnv):
+class SerialVectorEnv(SyncVectorEnv):
     """Environments of vectors of numbers, stepped one after the other in this process.
 
-    What ``gymnasium.vector.SyncVectorEnv`` does, less its general observation spaces and per-environment infos (always
-    empty here): at one MuJoCo environment those cost a third of the simulator's own time.
+    A step is that of ``SyncVectorEnv``, less its general observation spaces and per-environment infos (always empty
+    here): at one MuJoCo environment those cost a third of the simulator's own time.
     """
 
-    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
-
     def __init__(self, envs: list[gym.Env], seeds: list[int]) -> None:
-        self.envs = envs
-        self.num_envs = len(envs)
-        self.single_observation_space = envs[0].observation_space
-        self.single_action_space = envs[0].action_space
-        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
-        self.action_space = batch_space(self.single_action_space, self.num_envs)
-        self.spec = envs[0].spec
+        super().__init__([lambda env=env: env for env in envs], autoreset_mode=AutoresetMode.NEXT_STEP)
         self._seeds = seeds
         self._done = [False] * self.num_envs
         self._obs = np.zeros(self.observation_space.shape, self.observation_space.dtype)
@@ -99,10 +91,6 @@ class SerialVectorEnv(VectorEnv):
         self._done = list(state["done"])
         self._obs[:] = state["obs"].numpy()
         return self._obs.copy()
-
-    def close_extras(self, **kwargs) -> None:
-        for env in self.envs:
-            env.close()
 
 
 def _pendulum_tip(obs: np.ndarray) -> np.ndarray:
