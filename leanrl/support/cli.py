@@ -1,5 +1,6 @@
 """The command line that every script shares: common flags, resuming, one-line errors."""
 
+import argparse
 import dataclasses
 import json
 import os
@@ -11,7 +12,7 @@ from typing import TypeVar
 import psutil
 import tyro
 
-from leanrl.support.errors import UsageError, bad, changed_fields, typed
+from leanrl.support.errors import UsageError, bad, typed
 
 MAY_CHANGE_ON_RESUME = {
     *("total_timesteps", "max_seconds", "device", "compile", "cudagraphs", "one_graph"),
@@ -51,15 +52,6 @@ class RunArgs:
 
 
 Args = TypeVar("Args", bound=RunArgs)
-
-
-def _resume_path(argv: list[str]) -> str | None:
-    for i, word in enumerate(argv):
-        if word == "--resume" and i + 1 < len(argv):
-            return argv[i + 1]
-        if word.startswith("--resume="):
-            return word.removeprefix("--resume=")
-    return None
 
 
 def read_args_json(run_dir: Path) -> dict:
@@ -108,7 +100,10 @@ def parse_args(args_type: type[Args], script: str, argv: list[str] | None = None
         "prog": f"python leanrl/{script}.py",
         "description": sys.modules[args_type.__module__].__doc__,
     }
-    resume = _resume_path(argv)
+    # Read before the others, whose defaults depend on it. That it lacks its value, say, is left to tyro.
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--resume", nargs="?")
+    resume = parser.parse_known_args(argv)[0].resume
     if resume is None:
         args = tyro.cli(args_type, **words)
         if args.run_name is None or not restarted(run_directory(args) / "args.json"):
@@ -128,10 +123,9 @@ def parse_args(args_type: type[Args], script: str, argv: list[str] | None = None
     args.resume = resume
     if run_directory(args).resolve() == Path(resume).resolve():  # the same folder in other words
         args.runs_dir = first.runs_dir
-    for name in changed_fields(first, args):
-        if name not in MAY_CHANGE_ON_RESUME:
-            was = typed(getattr(first, name))
-            raise bad(name, getattr(args, name), f"cannot change on --resume, the run was started with {was}")
+    for name, was in vars(first).items():
+        if getattr(args, name) != was and name not in MAY_CHANGE_ON_RESUME:
+            raise bad(name, getattr(args, name), f"cannot change on --resume, the run was started with {typed(was)}")
     return args
 
 
