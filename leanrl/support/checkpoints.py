@@ -4,6 +4,7 @@ import os
 import sys
 import warnings
 import zipfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -14,24 +15,30 @@ FORMAT = "leanrl-checkpoint-4"
 KEEP = 2
 
 
-def save_atomically(obj, path: Path) -> None:
-    """``torch.save`` that leaves either the old file or the whole new one, whenever the process or machine dies."""
+@contextmanager
+def open_atomically(path: Path):
+    """A binary file to write, which leaves either the old ``path`` or the whole new one, whenever process or machine dies."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as file:
-            torch.save(obj, file)
+            yield file
             file.flush()
             os.fsync(file.fileno())
-    except BaseException:
+        os.replace(temporary, path)
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
-    os.replace(temporary, path)
     # The rename itself is durable only once the directory is.
     directory = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def save_atomically(obj, path: Path) -> None:
+    """``torch.save``, atomically."""
+    with open_atomically(path) as file:
+        torch.save(obj, file)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from leanrl.support.checkpoints import load_last_checkpoint, save_atomically, save_checkpoint
+from leanrl.support.checkpoints import load_last_checkpoint, open_atomically, save_atomically, save_checkpoint
 from leanrl.support.cli import read_args_json, run_directory
 from leanrl.support.devices import available_cores, cpu_name, has_bf16_units
 from leanrl.support.errors import bad
@@ -47,12 +47,8 @@ def say(line: str) -> None:
 
 
 def write_json_atomically(path: Path, content: dict) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w") as file:
-        file.write(json.dumps(content, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    with open_atomically(path) as file:
+        file.write((json.dumps(content, indent=2) + "\n").encode())
 
 
 def machine_facts(device: torch.device) -> dict:

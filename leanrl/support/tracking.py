@@ -4,6 +4,8 @@ import json
 import os
 from pathlib import Path
 
+from leanrl.support.checkpoints import open_atomically
+
 METRICS_FILE = "metrics.jsonl"
 
 
@@ -20,14 +22,11 @@ def read_metrics(run_dir: Path, file: str = METRICS_FILE) -> list[dict]:
     return rows
 
 
-def cut_metrics(run_dir: Path, global_step: int, file: str = METRICS_FILE) -> list[dict]:
-    """Drops the log points after ``global_step``, which a resumed run will write again. Returns those that stay."""
+def cut_metrics(run_dir: Path, global_step: int, file: str = METRICS_FILE) -> None:
+    """Drops the log points after ``global_step``, which a resumed run will write again."""
     rows = [row for row in read_metrics(run_dir, file) if row["global_step"] <= global_step]
-    path = Path(run_dir) / file
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    os.replace(temporary, path)
-    return rows
+    with open_atomically(run_dir / file) as out:
+        out.write("".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
 class Tracker:
