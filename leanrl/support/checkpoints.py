@@ -17,7 +17,7 @@ KEEP = 2
 
 @contextmanager
 def open_atomically(path: Path):
-    """A binary file to write, which leaves either the old ``path`` or the whole new one, whenever process or machine dies."""
+    """A binary file to write; it leaves the old ``path`` or the whole new one, whenever the process or machine dies."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as file:
