@@ -1,6 +1,7 @@
 """Where metrics go: ``metrics.jsonl``, TensorBoard and, with ``--track``, Weights & Biases."""
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -54,7 +55,7 @@ class Tracker:
 
     def log(self, global_step: int, metrics: dict[str, float]) -> None:
         """Writes one log point; a NaN or infinity becomes null in ``metrics.jsonl``, which stays valid JSON."""
-        finite = {k: (v if v == v and abs(v) != float("inf") else None) for k, v in metrics.items()}
+        finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         self._file.write(json.dumps({"global_step": global_step, **finite}) + "\n")
         for key, value in metrics.items():
             self._tensorboard.add_scalar(key, value, global_step)
@@ -72,8 +73,7 @@ def _start_wandb(run_dir: Path, config: dict, args, resumed: bool):
     import wandb
 
     # Without a key wandb.init would ask for one on the terminal; an offline run is synchronised later by `wandb sync`.
-    has_key = bool(os.environ.get("WANDB_API_KEY") or wandb.Settings().api_key or _key_in_netrc())
-    mode = os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
+    mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False, verify=False) else "offline")
     return wandb.init(
         project=args.wandb_project_name,
         entity=args.wandb_entity,
@@ -84,12 +84,3 @@ def _start_wandb(run_dir: Path, config: dict, args, resumed: bool):
         config=config,
         mode=mode,
     )
-
-
-def _key_in_netrc() -> bool:
-    import netrc
-
-    try:
-        return netrc.netrc().authenticators("api.wandb.ai") is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
