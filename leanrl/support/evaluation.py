@@ -213,13 +213,6 @@ def _play_episode(
     return episodic_return
 
 
-def record_video(run_dir: Path) -> Path:
-    """Plays one episode of the saved model into ``RUN_DIR/videos/episode.mp4`` and returns its path."""
-    path = Path(run_dir) / "videos" / "episode.mp4"
-    play(run_dir, episodes=1, video=path)
-    return path
-
-
 # ------------------------------------------------------------------------------------------------------------- VIDEO
 
 
