@@ -62,7 +62,8 @@ def read_args_json(run_dir: Path) -> dict:
         raise UsageError(f"{run_dir}: not a run directory (it has no args.json)") from None
     except (OSError, ValueError) as error:  # ValueError: neither text nor JSON
         raise UsageError(f"{run_dir}/args.json: cannot be read ({error})") from None
-    if not isinstance(content, dict) or "script" not in content or not isinstance(content.get("args"), dict):
+    args = content.get("args") if isinstance(content, dict) else None
+    if not isinstance(args, dict) or "env_id" not in args or "script" not in content:
         raise UsageError(f"{run_dir}/args.json: was not written by a training script")
     return content
 

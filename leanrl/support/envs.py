@@ -92,6 +92,10 @@ class SerialVectorEnv(SyncVectorEnv):
         self._obs[:] = state["obs"].numpy()
         return self._obs.copy()
 
+    def render(self) -> np.ndarray:
+        """The picture [H, W, 3] of the first environment, which was made with ``render_mode="rgb_array"``."""
+        return self.envs[0].render()
+
 
 def _pendulum_tip(obs: np.ndarray) -> np.ndarray:
     """Height [N] of InvertedDoublePendulum's tip, from the sines and cosines of two joints, 0.6 m of pole beyond each.
