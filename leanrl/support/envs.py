@@ -168,9 +168,7 @@ class EnvPoolVectorEnv(VectorEnv):
     def __init__(self, env_id: str, seeds: list[int], num_threads: int = 0, **options) -> None:
         import envpool
 
-        self._pool = envpool.make(
-            env_id, env_type="gymnasium", num_envs=len(seeds), seed=seeds, num_threads=num_threads, **options
-        )
+        self._pool = envpool.make_gymnasium(env_id, num_envs=len(seeds), seed=seeds, num_threads=num_threads, **options)
         self.num_envs = len(seeds)
         self._terminated = TERMINATED.get(env_id.rpartition("-v")[0])
         with warnings.catch_warnings():  # EnvPool gives float32 spaces their bounds as float64

@@ -14,7 +14,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from pathlib import Path
 
@@ -56,21 +56,18 @@ def machine_facts(device: torch.device) -> dict:
     """Git commit, package versions, device name and CPU cores, for ``args.json`` and benchmark records."""
     # "-dirty" follows where a file differs from what was committed. A copy without .git is told its commit.
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
-    try:
+    commit = ""
+    with suppress(OSError):  # no git here
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    except OSError:  # no git here
-        commit = ""
-    versions = {"python": platform.python_version()}
-    for package in VERSIONED_PACKAGES:
-        try:
+    versions = dict.fromkeys(VERSIONED_PACKAGES)
+    for package in versions:
+        with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
     # The imported module knows its local build ("2.13.0+cpu"), the metadata may not.
     versions["torch"] = torch.__version__
     return {
         "git_commit": commit or os.environ.get("GIT_COMMIT") or None,
-        "versions": versions,
+        "versions": {"python": platform.python_version(), **versions},
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "cpu_cores": available_cores(),
         "torch_threads": torch.get_num_threads(),
