@@ -212,7 +212,7 @@ class Run:
         self.optimizer_steps = counters["optimizer_steps"]
         self.episodes = counters["episodes"]
         self._started -= counters["wall_seconds"]
-        self._earlier_training_seconds = counters.get("training_seconds", 0.0)  # not in older checkpoints
+        self._earlier_training_seconds = counters["training_seconds"]
         self._returns.extend(counters["last_returns"])
         self._new_returns, self._new_lengths = counters["new_returns"], counters["new_lengths"]
         former_summary = self.dir / "summary.json"

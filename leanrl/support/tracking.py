@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from leanrl.support.checkpoints import open_atomically
@@ -13,13 +14,9 @@ METRICS_FILE = "metrics.jsonl"
 def read_metrics(run_dir: Path, file: str = METRICS_FILE) -> list[dict]:
     """The log points of a run, oldest first, up to a line torn by a kill; ``file`` may be another record like them."""
     rows = []
-    path = Path(run_dir) / file
-    if path.exists():
-        for line in path.read_text().splitlines():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                break
+    with suppress(FileNotFoundError, json.JSONDecodeError):
+        for line in (Path(run_dir) / file).read_text().splitlines():
+            rows.append(json.loads(line))
     return rows
 
 
@@ -78,7 +75,7 @@ def _start_wandb(run_dir: Path, config: dict, args, resumed: bool):
         project=args.wandb_project_name,
         entity=args.wandb_entity,
         name=run_dir.name,
-        id=run_dir.name.replace("/", "_"),
+        id=run_dir.name,
         resume="allow" if mode == "online" and resumed else None,
         dir=str(run_dir),
         config=config,
