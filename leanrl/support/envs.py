@@ -5,7 +5,6 @@ the true last one of its episode (https://farama.org/Vector-Autoreset-Mode).
 """
 
 import difflib
-import os
 import warnings
 from collections.abc import Callable
 from typing import Literal
@@ -272,11 +271,16 @@ def require_envpool(what: str):
     return envpool
 
 
-def require_envpool_env(env_id: str, what: str) -> None:
-    """UsageError unless EnvPool has ``env_id``, or that ``what`` needs EnvPool where it is missing."""
-    known = require_envpool(what).list_all_envs()
+def require_envpool_env(env_id: str, what: str) -> str:
+    """The part of EnvPool that has ``env_id``, such as ``envpool.atari``.
+
+    Raises:
+        UsageError: it has no such environment; or is missing, and ``what`` needs it.
+    """
+    known = require_envpool(what).registration.registry.specs
     if env_id not in known:
         raise bad("env_id", env_id, f"is not an EnvPool environment{near_names(env_id, known)}")
+    return known[env_id][0]
 
 
 def make_envs(
@@ -348,10 +352,3 @@ def require_vector_observations(envs: VectorEnv, env_id: str) -> None:
     obs = envs.single_observation_space
     if not isinstance(obs, gym.spaces.Box) or len(obs.shape) != 1:
         raise bad("env_id", env_id, f"has observations of {obs}; this script needs a vector of numbers")
-
-
-def use_headless_rendering() -> None:
-    """Lets MuJoCo (EGL) and pygame render without a screen; call it before they are imported. What is set stays."""
-    if not os.environ.get("DISPLAY"):
-        os.environ["MUJOCO_GL"] = os.environ.get("MUJOCO_GL") or "egl"
-        os.environ["SDL_VIDEODRIVER"] = os.environ.get("SDL_VIDEODRIVER") or "dummy"

@@ -17,16 +17,7 @@ import torch
 
 from leanrl.support.atari import PROTOCOLS, AtariProtocol, atari_games, make_atari_envs
 from leanrl.support.cli import read_args_json
-from leanrl.support.envs import (
-    EnvBackend,
-    EnvPoolVectorEnv,
-    SerialVectorEnv,
-    env_seeds,
-    make_env,
-    require_envpool,
-    require_envpool_env,
-    use_headless_rendering,
-)
+from leanrl.support.envs import EnvBackend, EnvPoolVectorEnv, SerialVectorEnv, env_seeds, make_env, require_envpool_env
 from leanrl.support.errors import UsageError
 
 # Far from every training environment's index, so that evaluation never replays a training seed.
@@ -221,8 +212,9 @@ def require_video(env_id: str, backend: EnvBackend = "gymnasium") -> None:
     if not find_spec("imageio_ffmpeg"):  # imageio would miss it only at the first frame
         raise UsageError("--capture-video: needs a package that is missing; pip install imageio imageio-ffmpeg")
     in_gymnasium = drawing_backend(env_id, backend) == "gymnasium"
-    if in_gymnasium:
-        use_headless_rendering()
+    if in_gymnasium and not os.environ.get("DISPLAY"):  # MuJoCo and pygame read these when they are imported
+        os.environ["MUJOCO_GL"] = os.environ.get("MUJOCO_GL") or "egl"
+        os.environ["SDL_VIDEODRIVER"] = os.environ.get("SDL_VIDEODRIVER") or "dummy"
     make = partial(make_env, env_id) if in_gymnasium else partial(EnvPoolVectorEnv, env_id, [0], 1)
     hook = sys.unraisablehook
     # Where OpenGL fails, Gymnasium's half-made viewer raises once more when it is collected: a traceback on stderr.
@@ -252,9 +244,7 @@ def drawing_backend(env_id: str, backend: EnvBackend) -> EnvBackend:
     """
     if backend == "gymnasium":
         return backend
-    require_envpool_env(env_id, f"EnvPool's {env_id}")
-    module, *_ = require_envpool(env_id).registration.registry.specs[env_id]
-    if not module.startswith("envpool.mujoco"):
+    if not require_envpool_env(env_id, f"EnvPool's {env_id}").startswith("envpool.mujoco"):
         return backend
     # EnvPool 1.2 brings an OpenGL of its own; unless its MuJoCo finds that before the system's, it ends the process.
     if env_id not in gym.registry:
