@@ -26,10 +26,6 @@ EVALUATION_INDEX = 1_000_000
 # Some environments take 125 steps a second of their time, and without a GPU a frame of MuJoCo's takes 0.1 s to render.
 MAX_VIDEO_FPS = 30
 
-# Scripts that earlier versions had, and what they are a mode of now (--one-graph).
-ONE_GRAPH = ("sac_continuous_action", "td3_continuous_action", "ppo_atari_envpool")
-OLD_NAMES = {f"{name}_onegraph": f"{name}_torchcompile" for name in ONE_GRAPH}
-
 Policy = Callable[[np.ndarray], np.ndarray]
 
 
@@ -52,8 +48,8 @@ def load_model(run_dir: Path, file: str = "model.pt") -> dict:
         raise UsageError(f"{path}: damaged or not a saved model ({type(error).__name__})") from None
     if made_by != of_run:
         raise UsageError("{}: was made by {} on {}, but the run is {} on {}".format(path, *made_by, *of_run))
-    saved["script"] = OLD_NAMES.get(saved["script"], saved["script"])
-    return saved
+    # Earlier versions had scripts that are a mode now, --one-graph.
+    return saved | {"script": str(saved["script"]).replace("_onegraph", "_torchcompile")}
 
 
 def training_script(run_dir: Path, saved: dict) -> ModuleType:
