@@ -2,7 +2,6 @@
 
 import os
 import sys
-import warnings
 import zipfile
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,13 +80,11 @@ def load_checkpoint(path: Path, identity: dict) -> tuple[int, dict]:
         UsageError: the file is torn, empty, no checkpoint of ours, or of another script or environment.
     """
     try:
-        with warnings.catch_warnings():  # PyTorch's thoughts on a foreign file's pickle protocol
-            warnings.simplefilter("ignore")
-            with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums that torch.save wrote
-                if (damaged := archive.testzip()) is not None:
-                    raise ValueError(f"checksum of {damaged} does not match")
-            # Mapped: a replay is read as it is copied, and never in memory twice.
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums that torch.save wrote
+            if (damaged := archive.testzip()) is not None:
+                raise ValueError(f"checksum of {damaged} does not match")
+        # Mapped: a replay is read as it is copied, and never in memory twice.
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch.load raises nearly anything on damaged input
         reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
         raise UsageError(f"{path}: damaged or not a checkpoint ({reason})") from None
