@@ -1,6 +1,5 @@
 """The command line that every script shares: common flags, resuming, one-line errors."""
 
-import argparse
 import dataclasses
 import json
 import os
@@ -95,18 +94,14 @@ def parse_args(args_type: type[Args], script: str, argv: list[str] | None = None
     Raises:
         UsageError: ``--resume`` names no run, a run of another script, or a flag that may not change was changed.
     """
-    argv = sys.argv[1:] if argv is None else argv
     words = {
         "args": argv,
         "prog": f"python leanrl/{script}.py",
         "description": sys.modules[args_type.__module__].__doc__,
     }
-    # Read before the others, whose defaults depend on it. That it lacks its value, say, is left to tyro.
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--resume", nargs="?")
-    resume = parser.parse_known_args(argv)[0].resume
+    args = tyro.cli(args_type, **words)
+    resume = args.resume
     if resume is None:
-        args = tyro.cli(args_type, **words)
         if args.run_name is None or not restarted(run_directory(args) / "args.json"):
             return args
         resume = str(run_directory(args))
@@ -120,6 +115,7 @@ def parse_args(args_type: type[Args], script: str, argv: list[str] | None = None
     first = args_type(**{name: value for name, value in stored["args"].items() if name in names})
     # Where the run lies now, not where it lay when it was started: run directories may be moved.
     first.runs_dir, first.run_name = str(Path(resume).resolve().parent), Path(resume).resolve().name
+    # Once more: what the command line leaves out is as it was.
     args = tyro.cli(args_type, default=first, **words)
     args.resume = resume
     if run_directory(args).resolve() == Path(resume).resolve():  # the same folder in other words
