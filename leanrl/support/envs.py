@@ -170,8 +170,7 @@ class EnvPoolVectorEnv(VectorEnv):
         self._pool = envpool.make_gymnasium(env_id, num_envs=len(seeds), seed=seeds, num_threads=num_threads, **options)
         self.num_envs = len(seeds)
         self._terminated = TERMINATED.get(env_id.rpartition("-v")[0])
-        with warnings.catch_warnings():  # EnvPool gives float32 spaces their bounds as float64
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):  # EnvPool gives float32 spaces their bounds as float64
             self._space = self.single_observation_space = _as_declared_in_gymnasium(self._pool.observation_space)
             self.single_action_space = _as_declared_in_gymnasium(self._pool.action_space)
         if isinstance(self._space, gym.spaces.Dict):
@@ -244,8 +243,7 @@ def make_env(env_id: str, **kwargs) -> gym.Env:
         UsageError: unknown environment, a missing package, or parts of an observation that are not numbers.
     """
     try:
-        with warnings.catch_warnings():  # that the version is old, once for each of the environments
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):  # that the version is old, once for each of the environments
             env = gym.make(env_id, **kwargs)
     except (gym.error.Error, ImportError, ValueError) as error:
         if env_id not in gym.registry:

@@ -14,6 +14,7 @@ from types import ModuleType
 import gymnasium as gym
 import numpy as np
 import torch
+from gymnasium.vector import VectorEnv
 
 from leanrl.support.atari import PROTOCOLS, AtariProtocol, atari_games, make_atari_envs
 from leanrl.support.cli import read_args_json
@@ -62,7 +63,7 @@ def training_script(run_dir: Path, saved: dict) -> ModuleType:
     return importlib.import_module(f"leanrl.{name}")
 
 
-def load_policy(run_dir: Path, saved: dict, envs: gym.vector.VectorEnv) -> Policy:
+def load_policy(run_dir: Path, saved: dict, envs: VectorEnv) -> Policy:
     """The policy of a saved model, built by the ``load_policy`` of the training script that it names.
 
     Raises:
@@ -129,7 +130,8 @@ def play(
     protocol = atari_protocol(training_script(run_dir, saved), saved["args"])
     if sticky and protocol is None:
         raise UsageError(f"--sticky: {saved['args']['env_id']} has none; sticky actions are for Atari games")
-    envs = make_evaluation_envs(saved["args"], seed, video is not None, protocol, sticky)
+    protocol = protocol and protocol.for_evaluation(sticky)
+    envs = make_evaluation_envs(saved["args"], seed, video is not None, protocol)
     returns = []
     with closing(envs):
         policy = load_policy(run_dir, saved, envs)
@@ -156,10 +158,8 @@ def is_distributed(args: dict) -> bool:
     return "protocol" in args
 
 
-def make_evaluation_envs(
-    args: dict, seed: int, rendering: bool, protocol: AtariProtocol | None, sticky: bool
-) -> SerialVectorEnv | EnvPoolVectorEnv:
-    """One environment as a run with ``args`` had them, with a seed that none of those had."""
+def make_evaluation_envs(args: dict, seed: int, rendering: bool, protocol: AtariProtocol | None) -> VectorEnv:
+    """One environment as a run with ``args`` had them, Atari games by ``protocol``; its seed is none that those had."""
     env_id = args["env_id"]
     # The other backend's environment of that name has other dice, may have other observations, or may not be there.
     on_envpool = protocol is not None or is_distributed(args)
@@ -171,7 +171,7 @@ def make_evaluation_envs(
         options["render_mode"] = "rgb_array"
     if protocol is not None:
         at = {"first_index": EVALUATION_INDEX, "num_threads": 1}
-        return make_atari_envs(env_id, 1, seed, protocol.for_evaluation(sticky), **at, **options)
+        return make_atari_envs(env_id, 1, seed, protocol, **at, **options)
     seeds = env_seeds(seed, 1, EVALUATION_INDEX)
     if backend == "envpool":
         require_envpool_env(env_id, f"EnvPool's {env_id}")
@@ -179,9 +179,7 @@ def make_evaluation_envs(
     return SerialVectorEnv([make_env(env_id, **options)], seeds)
 
 
-def _play_episode(
-    envs: gym.vector.VectorEnv, policy: Policy, obs: np.ndarray, show: Callable[[int, bool], None]
-) -> float:
+def _play_episode(envs: VectorEnv, policy: Policy, obs: np.ndarray, show: Callable[[int, bool], None]) -> float:
     """Plays on from ``obs`` until the episode (a whole game, on Atari) ends or runs out of time.
 
     Returns:
@@ -249,7 +247,7 @@ def drawing_backend(env_id: str, backend: EnvBackend) -> EnvBackend:
 
 
 @contextmanager
-def film(env: SerialVectorEnv | EnvPoolVectorEnv, path: Path):
+def film(env: VectorEnv, path: Path):
     """Gives a function ``show(step, done)`` that films the state of ``env`` after each step of one episode.
 
     Plays at the environment's own speed, which EnvPool knows of Atari only (else: a step a frame, MAX_VIDEO_FPS a

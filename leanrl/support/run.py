@@ -202,7 +202,6 @@ class Run:
         self._first_optimizer_step = self.optimizer_steps
 
     def _load(self) -> dict | None:
-        read_args_json(self.dir)
         loaded = load_last_checkpoint(self.dir / "checkpoints", self._identity)
         if loaded is None:
             print(f"{self.dir}: no checkpoint was written yet, starting from the first step", file=sys.stderr)
