@@ -67,9 +67,8 @@ def save_checkpoint(folder: Path, global_step: int, identity: dict, state: dict)
     path = folder / f"step_{global_step:012d}.pt"
     save_atomically({"format": FORMAT, **identity, "global_step": global_step, "state": state}, path)
     kept = [checkpoint for checkpoint in list_checkpoints(folder) if checkpoint <= path][:KEEP]
-    for file in [*list_checkpoints(folder), *folder.glob("step_*.pt.tmp")]:
-        if file not in kept:
-            file.unlink()
+    for file in {*list_checkpoints(folder), *folder.glob("step_*.pt.tmp")} - {*kept}:
+        file.unlink()
     return path
 
 
