@@ -34,8 +34,7 @@ from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
 from leanrl.support.evaluation import require_video
 from leanrl.support.executables import WARMUP_CALLS, make_executable, untouched
-from leanrl.support.inductor import mlp_as_sums
-from leanrl.support.layers import Float32Linear
+from leanrl.support.layers import Float32Linear, mlp_as_sums
 from leanrl.support.normalization import RewardNormalizer, RunningMoments
 from leanrl.support.optim import Adam
 from leanrl.support.run import Run, seed_everything

@@ -23,7 +23,7 @@ from leanrl.ppo_continuous_action import Agent
 from leanrl.sebulba.environments import make_pool
 from leanrl.support import evaluation
 from leanrl.support.atari import AtariVectorEnv
-from leanrl.support.envs import make_envs
+from leanrl.support.envs import make_env, make_envs
 from leanrl.support.errors import UsageError
 from leanrl.tools import evaluate
 
@@ -412,7 +412,9 @@ def test_video_shows_the_first_episode(opengl, tmp_path, monkeypatch, capsys):
 
 
 def test_classic_control_can_be_filmed(capfd):
-    env = evaluation.make_rendering_env("CartPole-v1")
+    evaluation.require_video("CartPole-v1")
+    env = make_env("CartPole-v1", render_mode="rgb_array")
+    env.reset()
     first = env.render()
     for _ in range(8):
         env.step(1)

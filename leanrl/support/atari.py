@@ -62,8 +62,8 @@ class AtariVectorEnv(EnvPoolVectorEnv):
     # The console shows 60 frames a second, of which an agent sees every fourth.
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP, "render_fps": 15}
 
-    def __init__(self, env_id: str, seeds: list[int], num_threads: int, **options) -> None:
-        super().__init__(env_id, seeds, num_threads, **options)
+    def __init__(self, env_id: str, seeds: list[int], **options) -> None:
+        super().__init__(env_id, seeds, **options)
         self._episodic_life = options["episodic_life"]
 
     def reset(self, *, seed=None, options=None) -> tuple[np.ndarray, dict]:
@@ -107,11 +107,9 @@ def make_atari_envs(
     num_envs: int,
     seed: int,
     protocol: AtariProtocol = CLEANRL,
-    *,
-    num_threads: int = 0,
     start: int = 0,
     first_index: int = 0,
-    render_mode: str | None = None,
+    **options,
 ) -> AtariVectorEnv:
     """One synchronous pool of an Atari game: the same seed gives the same games.
 
@@ -120,10 +118,9 @@ def make_atari_envs(
         num_envs: environments of this pool.
         seed: of the run; each environment gets its own from it (``env_seeds``).
         protocol: how the game is played.
-        num_threads: C++ threads; 0 for EnvPool's own choice.
         start: environment steps at which this process takes the run up, 0 on a fresh start.
         first_index: the number of this pool's first environment among all of the run.
-        render_mode: ``rgb_array`` for environments that ``render``.
+        options: of EnvPool besides: ``num_threads``; ``render_mode="rgb_array"`` for environments that ``render``.
 
     Raises:
         UsageError: unknown game, or EnvPool is missing.
@@ -132,5 +129,4 @@ def make_atari_envs(
     if env_id not in known:
         hint = near_names(env_id.replace("NoFrameskip-v4", "-v5"), known) or "; they are named as in Breakout-v5"
         raise bad("env_id", env_id, f"is not an Atari game of EnvPool{hint}")
-    options = {**vars(protocol), "render_mode": render_mode}
-    return AtariVectorEnv(env_id, env_seeds(seed, num_envs, first_index, start), num_threads, **options)
+    return AtariVectorEnv(env_id, env_seeds(seed, num_envs, first_index, start), **vars(protocol), **options)

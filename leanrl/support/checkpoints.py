@@ -2,8 +2,8 @@
 
 import os
 import sys
-import warnings
 import zipfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -14,24 +14,30 @@ FORMAT = "leanrl-checkpoint-4"
 KEEP = 2
 
 
-def save_atomically(obj, path: Path) -> None:
-    """``torch.save`` that leaves either the old file or the whole new one, whenever the process or machine dies."""
+@contextmanager
+def open_atomically(path: Path):
+    """A binary file to write; it leaves the old ``path`` or the whole new one, whenever the process or machine dies."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as file:
-            torch.save(obj, file)
+            yield file
             file.flush()
             os.fsync(file.fileno())
-    except BaseException:
+        os.replace(temporary, path)
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
-    os.replace(temporary, path)
     # The rename itself is durable only once the directory is.
     directory = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def save_atomically(obj, path: Path) -> None:
+    """``torch.save``, atomically."""
+    with open_atomically(path) as file:
+        torch.save(obj, file)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -61,9 +67,8 @@ def save_checkpoint(folder: Path, global_step: int, identity: dict, state: dict)
     path = folder / f"step_{global_step:012d}.pt"
     save_atomically({"format": FORMAT, **identity, "global_step": global_step, "state": state}, path)
     kept = [checkpoint for checkpoint in list_checkpoints(folder) if checkpoint <= path][:KEEP]
-    for file in [*list_checkpoints(folder), *folder.glob("step_*.pt.tmp")]:
-        if file not in kept:
-            file.unlink()
+    for file in {*list_checkpoints(folder), *folder.glob("step_*.pt.tmp")} - {*kept}:
+        file.unlink()
     return path
 
 
@@ -74,13 +79,11 @@ def load_checkpoint(path: Path, identity: dict) -> tuple[int, dict]:
         UsageError: the file is torn, empty, no checkpoint of ours, or of another script or environment.
     """
     try:
-        with warnings.catch_warnings():  # PyTorch's thoughts on a foreign file's pickle protocol
-            warnings.simplefilter("ignore")
-            with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums that torch.save wrote
-                if (damaged := archive.testzip()) is not None:
-                    raise ValueError(f"checksum of {damaged} does not match")
-            # Mapped: a replay is read as it is copied, and never in memory twice.
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums that torch.save wrote
+            if (damaged := archive.testzip()) is not None:
+                raise ValueError(f"checksum of {damaged} does not match")
+        # Mapped: a replay is read as it is copied, and never in memory twice.
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch.load raises nearly anything on damaged input
         reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
         raise UsageError(f"{path}: damaged or not a checkpoint ({reason})") from None

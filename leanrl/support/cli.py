@@ -11,7 +11,7 @@ from typing import TypeVar
 import psutil
 import tyro
 
-from leanrl.support.errors import UsageError, bad, changed_fields, typed
+from leanrl.support.errors import UsageError, bad, typed
 
 MAY_CHANGE_ON_RESUME = {
     *("total_timesteps", "max_seconds", "device", "compile", "cudagraphs", "one_graph"),
@@ -53,15 +53,6 @@ class RunArgs:
 Args = TypeVar("Args", bound=RunArgs)
 
 
-def _resume_path(argv: list[str]) -> str | None:
-    for i, word in enumerate(argv):
-        if word == "--resume" and i + 1 < len(argv):
-            return argv[i + 1]
-        if word.startswith("--resume="):
-            return word.removeprefix("--resume=")
-    return None
-
-
 def read_args_json(run_dir: Path) -> dict:
     """The contents of ``args.json`` of a run directory; UsageError if ``run_dir`` is not one."""
     try:
@@ -70,7 +61,8 @@ def read_args_json(run_dir: Path) -> dict:
         raise UsageError(f"{run_dir}: not a run directory (it has no args.json)") from None
     except (OSError, ValueError) as error:  # ValueError: neither text nor JSON
         raise UsageError(f"{run_dir}/args.json: cannot be read ({error})") from None
-    if not isinstance(content, dict) or "script" not in content or not isinstance(content.get("args"), dict):
+    args = content.get("args") if isinstance(content, dict) else None
+    if not isinstance(args, dict) or "env_id" not in args or "script" not in content:
         raise UsageError(f"{run_dir}/args.json: was not written by a training script")
     return content
 
@@ -102,15 +94,14 @@ def parse_args(args_type: type[Args], script: str, argv: list[str] | None = None
     Raises:
         UsageError: ``--resume`` names no run, a run of another script, or a flag that may not change was changed.
     """
-    argv = sys.argv[1:] if argv is None else argv
     words = {
         "args": argv,
         "prog": f"python leanrl/{script}.py",
         "description": sys.modules[args_type.__module__].__doc__,
     }
-    resume = _resume_path(argv)
+    args = tyro.cli(args_type, **words)
+    resume = args.resume
     if resume is None:
-        args = tyro.cli(args_type, **words)
         if args.run_name is None or not restarted(run_directory(args) / "args.json"):
             return args
         resume = str(run_directory(args))
@@ -124,14 +115,14 @@ def parse_args(args_type: type[Args], script: str, argv: list[str] | None = None
     first = args_type(**{name: value for name, value in stored["args"].items() if name in names})
     # Where the run lies now, not where it lay when it was started: run directories may be moved.
     first.runs_dir, first.run_name = str(Path(resume).resolve().parent), Path(resume).resolve().name
+    # Once more: what the command line leaves out is as it was.
     args = tyro.cli(args_type, default=first, **words)
     args.resume = resume
     if run_directory(args).resolve() == Path(resume).resolve():  # the same folder in other words
         args.runs_dir = first.runs_dir
-    for name in changed_fields(first, args):
-        if name not in MAY_CHANGE_ON_RESUME:
-            was = typed(getattr(first, name))
-            raise bad(name, getattr(args, name), f"cannot change on --resume, the run was started with {was}")
+    for name, was in vars(first).items():
+        if getattr(args, name) != was and name not in MAY_CHANGE_ON_RESUME:
+            raise bad(name, getattr(args, name), f"cannot change on --resume, the run was started with {typed(was)}")
     return args
 
 

@@ -38,19 +38,17 @@ def resolve_device(args) -> torch.device:
     name = args.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise bad("device", name, "must be auto, cpu, cuda or cuda:N") from None
-    if device.type not in ("cpu", "cuda"):
+    if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", name):
         raise bad("device", name, "must be auto, cpu, cuda or cuda:N")
-    if device.type == "cuda":
+    device = torch.device("cpu")
+    if name != "cpu":
+        index = int(name.partition(":")[2] or 0)
         if not torch.cuda.is_available():
             raise bad("device", name, "this machine has no CUDA device; try --device cpu")
-        if (device.index or 0) >= torch.cuda.device_count():
+        if index >= torch.cuda.device_count():
             raise bad("device", name, f"this machine has {torch.cuda.device_count()} CUDA device(s)")
-        device = torch.device("cuda", device.index or 0)
-        if device.index > 0:  # graphs and pinned memory would go to the first one, which is not to be touched
+        device = torch.device("cuda", index)
+        if index > 0:  # graphs and pinned memory would go to the first one, which is not to be touched
             torch.cuda.set_device(device)
     for mode in ("one_graph", "cudagraphs"):
         if getattr(args, mode, False) and device.type != "cuda":
@@ -76,11 +74,8 @@ def has_bf16_units() -> bool:
 
     Without, ``--amp bf16`` is two to three times as slow as float32.
     """
-    try:
-        features = re.search(r"^(?:flags|Features)\s*:(.*)", CPUINFO.read_text(), re.MULTILINE)
-    except OSError:
-        return True
-    return features is None or not BF16_FEATURES.isdisjoint(features[1].split())
+    features = _cpuinfo("flags|Features").split()
+    return not features or not BF16_FEATURES.isdisjoint(features)
 
 
 def update_threads(requested: int | None, minibatch_size: int) -> int:
@@ -158,10 +153,11 @@ def use_onednn_products() -> None:
 
 def cpu_name() -> str:
     """The processor's name as the operating system has it."""
-    try:
-        for line in CPUINFO.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def _cpuinfo(names: str) -> str:
+    """The first entry of CPUINFO by one of ``names``, ``a|b``; empty where there is none."""
+    text = CPUINFO.read_text() if CPUINFO.exists() else ""
+    entry = re.search(rf"^(?:{names})\s*:(.*)", text, re.MULTILINE)
+    return entry[1].strip() if entry else ""

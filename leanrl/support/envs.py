@@ -5,7 +5,6 @@ the true last one of its episode (https://farama.org/Vector-Autoreset-Mode).
 """
 
 import difflib
-import os
 import warnings
 from collections.abc import Callable
 from typing import Literal
@@ -14,7 +13,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium.spaces.utils import flatten_space
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from leanrl.support.episodes import EpisodeStatistics
@@ -34,23 +33,15 @@ def env_seeds(seed: int, num_envs: int, first_index: int = 0, start: int = 0) ->
     return [int(np.random.SeedSequence(words).generate_state(1)[0] >> 1) for words in entropy]
 
 
-class SerialVectorEnv(VectorEnv):
+class SerialVectorEnv(SyncVectorEnv):
     """Environments of vectors of numbers, stepped one after the other in this process.
 
-    What ``gymnasium.vector.SyncVectorEnv`` does, less its general observation spaces and per-environment infos (always
-    empty here): at one MuJoCo environment those cost a third of the simulator's own time.
+    A step is that of ``SyncVectorEnv``, less its general observation spaces and per-environment infos (always empty
+    here): at one MuJoCo environment those cost a third of the simulator's own time.
     """
 
-    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
-
     def __init__(self, envs: list[gym.Env], seeds: list[int]) -> None:
-        self.envs = envs
-        self.num_envs = len(envs)
-        self.single_observation_space = envs[0].observation_space
-        self.single_action_space = envs[0].action_space
-        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
-        self.action_space = batch_space(self.single_action_space, self.num_envs)
-        self.spec = envs[0].spec
+        super().__init__([lambda env=env: env for env in envs], autoreset_mode=AutoresetMode.NEXT_STEP)
         self._seeds = seeds
         self._done = [False] * self.num_envs
         self._obs = np.zeros(self.observation_space.shape, self.observation_space.dtype)
@@ -100,9 +91,9 @@ class SerialVectorEnv(VectorEnv):
         self._obs[:] = state["obs"].numpy()
         return self._obs.copy()
 
-    def close_extras(self, **kwargs) -> None:
-        for env in self.envs:
-            env.close()
+    def render(self) -> np.ndarray:
+        """The picture [H, W, 3] of the first environment, which was made with ``render_mode="rgb_array"``."""
+        return self.envs[0].render()
 
 
 def _pendulum_tip(obs: np.ndarray) -> np.ndarray:
@@ -176,13 +167,10 @@ class EnvPoolVectorEnv(VectorEnv):
     def __init__(self, env_id: str, seeds: list[int], num_threads: int = 0, **options) -> None:
         import envpool
 
-        self._pool = envpool.make(
-            env_id, env_type="gymnasium", num_envs=len(seeds), seed=seeds, num_threads=num_threads, **options
-        )
+        self._pool = envpool.make_gymnasium(env_id, num_envs=len(seeds), seed=seeds, num_threads=num_threads, **options)
         self.num_envs = len(seeds)
         self._terminated = TERMINATED.get(env_id.rpartition("-v")[0])
-        with warnings.catch_warnings():  # EnvPool gives float32 spaces their bounds as float64
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):  # EnvPool gives float32 spaces their bounds as float64
             self._space = self.single_observation_space = _as_declared_in_gymnasium(self._pool.observation_space)
             self.single_action_space = _as_declared_in_gymnasium(self._pool.action_space)
         if isinstance(self._space, gym.spaces.Dict):
@@ -255,8 +243,7 @@ def make_env(env_id: str, **kwargs) -> gym.Env:
         UsageError: unknown environment, a missing package, or parts of an observation that are not numbers.
     """
     try:
-        with warnings.catch_warnings():  # that the version is old, once for each of the environments
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):  # that the version is old, once for each of the environments
             env = gym.make(env_id, **kwargs)
     except (gym.error.Error, ImportError, ValueError) as error:
         if env_id not in gym.registry:
@@ -282,11 +269,16 @@ def require_envpool(what: str):
     return envpool
 
 
-def require_envpool_env(env_id: str, what: str) -> None:
-    """UsageError unless EnvPool has ``env_id``, or that ``what`` needs EnvPool where it is missing."""
-    known = require_envpool(what).list_all_envs()
+def require_envpool_env(env_id: str, what: str) -> str:
+    """The part of EnvPool that has ``env_id``, such as ``envpool.atari``.
+
+    Raises:
+        UsageError: it has no such environment; or is missing, and ``what`` needs it.
+    """
+    known = require_envpool(what).registration.registry.specs
     if env_id not in known:
         raise bad("env_id", env_id, f"is not an EnvPool environment{near_names(env_id, known)}")
+    return known[env_id][0]
 
 
 def make_envs(
@@ -358,10 +350,3 @@ def require_vector_observations(envs: VectorEnv, env_id: str) -> None:
     obs = envs.single_observation_space
     if not isinstance(obs, gym.spaces.Box) or len(obs.shape) != 1:
         raise bad("env_id", env_id, f"has observations of {obs}; this script needs a vector of numbers")
-
-
-def use_headless_rendering() -> None:
-    """Lets MuJoCo (EGL) and pygame render without a screen; call it before they are imported. What is set stays."""
-    if not os.environ.get("DISPLAY"):
-        os.environ["MUJOCO_GL"] = os.environ.get("MUJOCO_GL") or "egl"
-        os.environ["SDL_VIDEODRIVER"] = os.environ.get("SDL_VIDEODRIVER") or "dummy"

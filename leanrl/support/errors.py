@@ -1,8 +1,8 @@
 """One-line errors for bad input: what the user typed, and what would be right."""
 
-import dataclasses
 import math
 import sys
+from collections.abc import Callable, Iterable
 
 
 class UsageError(Exception):
@@ -31,28 +31,21 @@ def pip_command(group: str, *flags: str) -> str:
 
 def require_at_least(args, minimum: float, *names: str) -> None:
     """Every named field of ``args`` that is not None must be a finite number >= ``minimum``."""
-    for name in names:
-        value = getattr(args, name)
-        if value is not None and not minimum <= value < math.inf:
-            raise bad(name, value, f"must be at least {minimum}" + ", and finite" * (value == math.inf))
+    _require(args, names, lambda value: minimum <= value < math.inf, f"must be at least {minimum}")
 
 
 def require_positive(args, *names: str) -> None:
     """Every named field of ``args`` that is not None must be a finite number above 0."""
-    for name in names:
-        value = getattr(args, name)
-        if value is not None and not 0 < value < math.inf:
-            raise bad(name, value, "must be above 0" + ", and finite" * (value == math.inf))
+    _require(args, names, lambda value: 0 < value < math.inf, "must be above 0")
 
 
 def require_unit_interval(args, *names: str) -> None:
     """Every named field of ``args`` must lie in [0, 1]."""
+    _require(args, names, lambda value: 0 <= value <= 1, "must be between 0 and 1")
+
+
+def _require(args, names: Iterable[str], holds: Callable[[float], bool], remedy: str) -> None:
     for name in names:
         value = getattr(args, name)
-        if not 0.0 <= value <= 1.0:
-            raise bad(name, value, "must be between 0 and 1")
-
-
-def changed_fields(first, second) -> list[str]:
-    """Names of the fields in which two dataclass instances of one type differ."""
-    return [f.name for f in dataclasses.fields(first) if getattr(first, f.name) != getattr(second, f.name)]
+        if value is not None and not holds(value):
+            raise bad(name, value, remedy + ", and finite" * (value == math.inf))

@@ -6,25 +6,19 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import closing, contextmanager, nullcontext
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
 import gymnasium as gym
 import numpy as np
 import torch
+from gymnasium.vector import VectorEnv
 
 from leanrl.support.atari import PROTOCOLS, AtariProtocol, atari_games, make_atari_envs
 from leanrl.support.cli import read_args_json
-from leanrl.support.envs import (
-    EnvBackend,
-    EnvPoolVectorEnv,
-    SerialVectorEnv,
-    env_seeds,
-    make_env,
-    require_envpool,
-    require_envpool_env,
-    use_headless_rendering,
-)
+from leanrl.support.envs import EnvBackend, EnvPoolVectorEnv, SerialVectorEnv, env_seeds, make_env, require_envpool_env
 from leanrl.support.errors import UsageError
 
 # Far from every training environment's index, so that evaluation never replays a training seed.
@@ -32,10 +26,6 @@ EVALUATION_INDEX = 1_000_000
 
 # Some environments take 125 steps a second of their time, and without a GPU a frame of MuJoCo's takes 0.1 s to render.
 MAX_VIDEO_FPS = 30
-
-# Scripts that earlier versions had, and what they are a mode of now (--one-graph).
-ONE_GRAPH = ("sac_continuous_action", "td3_continuous_action", "ppo_atari_envpool")
-OLD_NAMES = {f"{name}_onegraph": f"{name}_torchcompile" for name in ONE_GRAPH}
 
 Policy = Callable[[np.ndarray], np.ndarray]
 
@@ -46,12 +36,8 @@ def load_model(run_dir: Path, file: str = "model.pt") -> dict:
     Raises:
         UsageError: not a run directory, trained without ``--save-model``, a damaged file, or the model of another run.
     """
-    run_dir = Path(run_dir)
     run = read_args_json(run_dir)
-    try:
-        of_run = (run["script"], run["args"]["env_id"])
-    except (KeyError, TypeError):
-        raise UsageError(f"{run_dir}/args.json: names no script and environment") from None
+    of_run = (run["script"], run["args"]["env_id"])
     path = run_dir / file
     if not path.exists():
         raise UsageError(f"{run_dir}: has no {file}; train with --save-model")
@@ -63,8 +49,8 @@ def load_model(run_dir: Path, file: str = "model.pt") -> dict:
         raise UsageError(f"{path}: damaged or not a saved model ({type(error).__name__})") from None
     if made_by != of_run:
         raise UsageError("{}: was made by {} on {}, but the run is {} on {}".format(path, *made_by, *of_run))
-    saved["script"] = OLD_NAMES.get(saved["script"], saved["script"])
-    return saved
+    # Earlier versions had scripts that are a mode now, --one-graph.
+    return saved | {"script": str(saved["script"]).replace("_onegraph", "_torchcompile")}
 
 
 def training_script(run_dir: Path, saved: dict) -> ModuleType:
@@ -77,7 +63,7 @@ def training_script(run_dir: Path, saved: dict) -> ModuleType:
     return importlib.import_module(f"leanrl.{name}")
 
 
-def load_policy(run_dir: Path, saved: dict, envs: gym.vector.VectorEnv) -> Policy:
+def load_policy(run_dir: Path, saved: dict, envs: VectorEnv) -> Policy:
     """The policy of a saved model, built by the ``load_policy`` of the training script that it names.
 
     Raises:
@@ -144,7 +130,8 @@ def play(
     protocol = atari_protocol(training_script(run_dir, saved), saved["args"])
     if sticky and protocol is None:
         raise UsageError(f"--sticky: {saved['args']['env_id']} has none; sticky actions are for Atari games")
-    envs, renderer = make_evaluation_envs(saved["args"], seed, video is not None, protocol, sticky)
+    protocol = protocol and protocol.for_evaluation(sticky)
+    envs = make_evaluation_envs(saved["args"], seed, video is not None, protocol)
     returns = []
     with closing(envs):
         policy = load_policy(run_dir, saved, envs)
@@ -154,7 +141,7 @@ def play(
             else:
                 # NEXT_STEP autoreset: the step after a done ignores its action and resets.
                 obs, *_ = envs.step(np.zeros(envs.action_space.shape, envs.action_space.dtype))
-            with film(renderer, video) if video is not None and episode == 0 else nullcontext() as show:
+            with film(envs, video) if video is not None and episode == 0 else nullcontext() as show:
                 returns.append(_play_episode(envs, policy, obs, show or (lambda step, done: None)))
     return returns
 
@@ -171,33 +158,28 @@ def is_distributed(args: dict) -> bool:
     return "protocol" in args
 
 
-def make_evaluation_envs(args: dict, seed: int, rendering: bool, protocol: AtariProtocol | None, sticky: bool):
-    """One environment as a run with ``args`` had them, with a seed that none of those had, and what renders it."""
-    env_id, render_mode = args["env_id"], "rgb_array" if rendering else None
-    seeds = env_seeds(seed, 1, EVALUATION_INDEX)
-    if protocol is not None:
-        if rendering:
-            require_ffmpeg()
-        at = {"first_index": EVALUATION_INDEX, "num_threads": 1}
-        envs = make_atari_envs(env_id, 1, seed, protocol.for_evaluation(sticky), render_mode=render_mode, **at)
-        return envs, envs
+def make_evaluation_envs(args: dict, seed: int, rendering: bool, protocol: AtariProtocol | None) -> VectorEnv:
+    """One environment as a run with ``args`` had them, Atari games by ``protocol``; its seed is none that those had."""
+    env_id = args["env_id"]
     # The other backend's environment of that name has other dice, may have other observations, or may not be there.
-    backend = "envpool" if is_distributed(args) else args.get("env_backend", "gymnasium")
+    on_envpool = protocol is not None or is_distributed(args)
+    backend = "envpool" if on_envpool else args.get("env_backend", "gymnasium")
+    options = {}
     if rendering:
+        require_video(env_id, backend)
         backend = drawing_backend(env_id, backend)
+        options["render_mode"] = "rgb_array"
+    if protocol is not None:
+        at = {"first_index": EVALUATION_INDEX, "num_threads": 1}
+        return make_atari_envs(env_id, 1, seed, protocol, **at, **options)
+    seeds = env_seeds(seed, 1, EVALUATION_INDEX)
     if backend == "envpool":
         require_envpool_env(env_id, f"EnvPool's {env_id}")
-        if rendering:
-            require_envpool_drawing(env_id)
-        envs = EnvPoolVectorEnv(env_id, seeds, 1, render_mode=render_mode)
-        return envs, envs
-    env = make_rendering_env(env_id) if rendering else make_env(env_id)
-    return SerialVectorEnv([env], seeds), env
+        return EnvPoolVectorEnv(env_id, seeds, 1, **options)
+    return SerialVectorEnv([make_env(env_id, **options)], seeds)
 
 
-def _play_episode(
-    envs: gym.vector.VectorEnv, policy: Policy, obs: np.ndarray, show: Callable[[int, bool], None]
-) -> float:
+def _play_episode(envs: VectorEnv, policy: Policy, obs: np.ndarray, show: Callable[[int, bool], None]) -> float:
     """Plays on from ``obs`` until the episode (a whole game, on Atari) ends or runs out of time.
 
     Returns:
@@ -213,22 +195,39 @@ def _play_episode(
     return episodic_return
 
 
-def record_video(run_dir: Path) -> Path:
-    """Plays one episode of the saved model into ``RUN_DIR/videos/episode.mp4`` and returns its path."""
-    path = Path(run_dir) / "videos" / "episode.mp4"
-    play(run_dir, episodes=1, video=path)
-    return path
-
-
 # ------------------------------------------------------------------------------------------------------------- VIDEO
 
 
 def require_video(env_id: str, backend: EnvBackend = "gymnasium") -> None:
-    """UsageError unless this machine can film ``env_id`` of ``backend``; for ``--capture-video``, before training."""
-    if drawing_backend(env_id, backend) == "envpool":
-        require_envpool_drawing(env_id)
-    else:
-        make_rendering_env(env_id).close()
+    """UsageError, with the remedy, unless this machine can film ``env_id`` of ``backend``: it draws a first frame.
+
+    For ``--capture-video``, before training.
+    """
+    if not find_spec("imageio_ffmpeg"):  # imageio would miss it only at the first frame
+        raise UsageError("--capture-video: needs a package that is missing; pip install imageio imageio-ffmpeg")
+    in_gymnasium = drawing_backend(env_id, backend) == "gymnasium"
+    if in_gymnasium and not os.environ.get("DISPLAY"):  # MuJoCo and pygame read these when they are imported
+        os.environ["MUJOCO_GL"] = os.environ.get("MUJOCO_GL") or "egl"
+        os.environ["SDL_VIDEODRIVER"] = os.environ.get("SDL_VIDEODRIVER") or "dummy"
+    make = partial(make_env, env_id) if in_gymnasium else partial(EnvPoolVectorEnv, env_id, [0], 1)
+    hook = sys.unraisablehook
+    # Where OpenGL fails, Gymnasium's half-made viewer raises once more when it is collected: a traceback on stderr.
+    sys.unraisablehook = lambda unraisable: None
+    try:
+        with closing(make(render_mode="rgb_array")) as env:
+            env.reset()
+            frame = env.render()
+        reason = "" if isinstance(frame, np.ndarray) and frame.ndim == 3 else "it does not render to images"
+    except UsageError:
+        raise
+    except Exception as error:  # OpenGL's many ways to be absent have no common class
+        reason = " ".join(str(error).split()) or type(error).__name__
+        if in_gymnasium and not isinstance(error, gym.error.DependencyNotInstalled):  # which names its remedy itself
+            reason += "; MuJoCo needs OpenGL: install libegl1 (Debian: apt install libegl1) and set MUJOCO_GL=egl"
+    finally:
+        sys.unraisablehook = hook
+    if reason:
+        raise UsageError(f"--capture-video: cannot film {env_id} here: {reason}")
 
 
 def drawing_backend(env_id: str, backend: EnvBackend) -> EnvBackend:
@@ -239,9 +238,7 @@ def drawing_backend(env_id: str, backend: EnvBackend) -> EnvBackend:
     """
     if backend == "gymnasium":
         return backend
-    require_envpool_env(env_id, f"EnvPool's {env_id}")
-    module, *_ = require_envpool(env_id).registration.registry.specs[env_id]
-    if not module.startswith("envpool.mujoco"):
+    if not require_envpool_env(env_id, f"EnvPool's {env_id}").startswith("envpool.mujoco"):
         return backend
     # EnvPool 1.2 brings an OpenGL of its own; unless its MuJoCo finds that before the system's, it ends the process.
     if env_id not in gym.registry:
@@ -249,59 +246,8 @@ def drawing_backend(env_id: str, backend: EnvBackend) -> EnvBackend:
     return "gymnasium"
 
 
-def require_ffmpeg() -> None:
-    """UsageError where no mp4 can be written."""
-    try:
-        import imageio_ffmpeg  # noqa: F401  imageio would miss it only at the first frame
-    except ImportError:
-        raise UsageError(
-            "--capture-video: needs a package that is missing; pip install imageio imageio-ffmpeg"
-        ) from None
-
-
-def require_envpool_drawing(env_id: str) -> None:
-    """UsageError unless EnvPool draws ``env_id``, which it does not say before it is asked to."""
-    require_ffmpeg()
-    with closing(EnvPoolVectorEnv(env_id, [0], 1, render_mode="rgb_array")) as envs:
-        envs.reset()
-        try:
-            envs.render()
-        except RuntimeError:
-            raise UsageError(f"--capture-video: cannot film {env_id} here: EnvPool does not draw it") from None
-
-
-def make_rendering_env(env_id: str) -> gym.Env:
-    """An environment that renders to arrays; it has drawn its first frame, so what is missing here is known.
-
-    Raises:
-        UsageError: the environment cannot render, OpenGL or a package is missing; with the remedy.
-    """
-    use_headless_rendering()
-    require_ffmpeg()
-    hook = sys.unraisablehook
-    # Where OpenGL fails, Gymnasium's half-made viewer raises once more when it is collected: a traceback on stderr.
-    sys.unraisablehook = lambda unraisable: None
-    try:
-        env = make_env(env_id, render_mode="rgb_array")
-        env.reset()
-        frame = env.render()
-    except UsageError:
-        raise
-    except Exception as error:  # OpenGL's many ways to be absent have no common class
-        reason = " ".join(str(error).split()) or type(error).__name__
-        if not isinstance(error, gym.error.DependencyNotInstalled):  # which names its remedy itself
-            reason += "; MuJoCo needs OpenGL: install libegl1 (Debian: apt install libegl1) and set MUJOCO_GL=egl"
-    else:
-        if isinstance(frame, np.ndarray) and frame.ndim == 3:
-            return env
-        reason = "it does not render to images"
-    finally:
-        sys.unraisablehook = hook
-    raise UsageError(f"--capture-video: cannot film {env_id} here: {reason}")
-
-
 @contextmanager
-def film(env: gym.Env | gym.vector.VectorEnv, path: Path):
+def film(env: VectorEnv, path: Path):
     """Gives a function ``show(step, done)`` that films the state of ``env`` after each step of one episode.
 
     Plays at the environment's own speed, which EnvPool knows of Atari only (else: a step a frame, MAX_VIDEO_FPS a
@@ -317,7 +263,8 @@ def film(env: gym.Env | gym.vector.VectorEnv, path: Path):
 def mp4_writer(path: Path, fps: float):
     """Gives a function that appends one frame [H, W, 3] to the mp4 at ``path``, which appears once it is whole.
 
-    Frame by frame, because those of 1,000 steps together take 700 MB.
+    Frame by frame, because those of 1,000 steps together take 700 MB. Those of odd size are stretched by a pixel: H.264
+    halves its colour channels.
     """
     import imageio.v2 as imageio
     from tqdm import tqdm
@@ -326,21 +273,15 @@ def mp4_writer(path: Path, fps: float):
     temporary = path.with_suffix(".tmp.mp4")
     try:
         with (
-            imageio.get_writer(temporary, fps=fps, macro_block_size=1, quality=8) as writer,
+            imageio.get_writer(temporary, fps=fps, macro_block_size=2, quality=8) as writer,
             tqdm(desc=f"filming {path.name}", unit="frame", leave=False, disable=None) as bar,
         ):
 
             def add_frame(frame: np.ndarray) -> None:
-                writer.append_data(pad_to_even(frame))
+                writer.append_data(frame)
                 bar.update()
 
             yield add_frame
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def pad_to_even(frame: np.ndarray) -> np.ndarray:
-    """Repeats the last row or column of a frame [H, W, 3] of odd size: H.264 halves its colour channels."""
-    height, width, _ = frame.shape
-    return np.pad(frame, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")

@@ -20,9 +20,8 @@ def require_hub() -> None:
         )
 
 
-def model_card(run_dir: Path) -> str:
+def model_card(summary: dict) -> str:
     """README.md of the repository on the Hub: what it is, what it reached, how to play it."""
-    summary = json.loads((run_dir / "summary.json").read_text())
     env_id, script = summary["env_id"], summary["script"]
     reached = summary["episodic_return"]
     reached = "no episode ended" if reached is None else f"mean return of the last 100 training episodes: {reached:.1f}"
@@ -48,7 +47,7 @@ def upload_run(run_dir: Path, entity: str) -> str:
     summary = json.loads((run_dir / "summary.json").read_text())
     name = f"{summary['env_id'].replace('/', '-')}-{summary['script']}-seed{summary['seed']}"
     files = [CommitOperationAdd(file, str(run_dir / file)) for file in UPLOADED]
-    files.append(CommitOperationAdd("README.md", model_card(run_dir).encode()))
+    files.append(CommitOperationAdd("README.md", model_card(summary).encode()))
     try:
         api = HfApi()
         repo = api.create_repo(f"{entity}/{name}" if entity else name, exist_ok=True)

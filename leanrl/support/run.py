@@ -14,18 +14,19 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
-from leanrl.support.checkpoints import load_last_checkpoint, save_atomically, save_checkpoint
+from leanrl.support.checkpoints import load_last_checkpoint, open_atomically, save_atomically, save_checkpoint
 from leanrl.support.cli import read_args_json, run_directory
 from leanrl.support.devices import available_cores, cpu_name, has_bf16_units
 from leanrl.support.errors import bad
-from leanrl.support.evaluation import play, record_video
+from leanrl.support.evaluation import play
 from leanrl.support.signals import StopRequest
 from leanrl.support.tracking import Tracker
 
@@ -47,33 +48,26 @@ def say(line: str) -> None:
 
 
 def write_json_atomically(path: Path, content: dict) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w") as file:
-        file.write(json.dumps(content, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    with open_atomically(path) as file:
+        file.write((json.dumps(content, indent=2) + "\n").encode())
 
 
 def machine_facts(device: torch.device) -> dict:
     """Git commit, package versions, device name and CPU cores, for ``args.json`` and benchmark records."""
     # "-dirty" follows where a file differs from what was committed. A copy without .git is told its commit.
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
-    try:
+    commit = ""
+    with suppress(OSError):  # no git here
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    except OSError:  # no git here
-        commit = ""
-    versions = {"python": platform.python_version()}
-    for package in VERSIONED_PACKAGES:
-        try:
+    versions = dict.fromkeys(VERSIONED_PACKAGES)
+    for package in versions:
+        with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
     # The imported module knows its local build ("2.13.0+cpu"), the metadata may not.
     versions["torch"] = torch.__version__
     return {
         "git_commit": commit or os.environ.get("GIT_COMMIT") or None,
-        "versions": versions,
+        "versions": {"python": platform.python_version(), **versions},
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "cpu_cores": available_cores(),
         "torch_threads": torch.get_num_threads(),
@@ -177,11 +171,10 @@ class Run:
         self._new_lengths: list[int] = []
         self._identity = {"script": self.script, "env_id": args.env_id}
         self._started = time.perf_counter()
-        self._earlier_seconds = self._earlier_training_seconds = 0.0
+        self._earlier_training_seconds = 0.0
         self._clock_start: tuple[float, int] | None = None
         self._sps_before = 0.0
         self._stop = StopRequest()
-        self._progress = None
         self._snapshots_due = 0
         self.model: Callable[[], dict] | None = None
 
@@ -209,7 +202,6 @@ class Run:
         self._first_optimizer_step = self.optimizer_steps
 
     def _load(self) -> dict | None:
-        read_args_json(self.dir)
         loaded = load_last_checkpoint(self.dir / "checkpoints", self._identity)
         if loaded is None:
             print(f"{self.dir}: no checkpoint was written yet, starting from the first step", file=sys.stderr)
@@ -218,10 +210,13 @@ class Run:
         counters = content["run"]
         self.optimizer_steps = counters["optimizer_steps"]
         self.episodes = counters["episodes"]
-        self._earlier_seconds = counters["wall_seconds"]
-        self._earlier_training_seconds = counters.get("training_seconds", 0.0)  # not in older checkpoints
+        self._started -= counters["wall_seconds"]
+        self._earlier_training_seconds = counters["training_seconds"]
         self._returns.extend(counters["last_returns"])
         self._new_returns, self._new_lengths = counters["new_returns"], counters["new_lengths"]
+        former_summary = self.dir / "summary.json"
+        if former_summary.exists():  # a finished run is as fast as it was, where nothing is left to do
+            self._sps_before = json.loads(former_summary.read_text()).get("sps", 0.0)
         self._rng = deepcopy(content["rng"])  # not a part of the file, which stays mapped as long as one is used
         return content["script"]
 
@@ -247,20 +242,17 @@ class Run:
         self._stop.__enter__()
         if self.args.amp == "bf16" and self.device.type == "cpu" and not has_bf16_units():
             print("warning: --amp bf16: this processor has no bf16 units, float32 is faster on it", file=sys.stderr)
-        if sys.stderr.isatty():
-            from tqdm import tqdm
-
-            # Without tqdm's own rate, which counts the warm-up (as its time left does, less and less).
-            bar_format = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
-            counts = {"total": self.total_steps, "initial": self.global_step, "unit_scale": True}
-            self._progress = tqdm(desc=self.script, bar_format=bar_format, **counts)
-        else:
+        # Without tqdm's own rate, which counts the warm-up (as its time left does, less and less).
+        bar_format = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+        counts = {"total": self.total_steps, "initial": self.global_step, "unit_scale": True}
+        # disable=None: only on a terminal.
+        self._progress = tqdm(desc=self.script, bar_format=bar_format, disable=None, **counts)
+        if self._progress.disable:
             say(f"{self.script}: {self.args.env_id}, seed {self.args.seed}, {self.device}, in {self.dir}")
         return self
 
     def __exit__(self, exception_type, exception, traceback) -> None:
-        if self._progress is not None:
-            self._progress.close()
+        self._progress.close()
         self._tracker.close()
         self._stop.__exit__()
 
@@ -310,7 +302,7 @@ class Run:
     @property
     def wall_seconds(self) -> float:
         """Seconds since the script started, the starts before a resume included."""
-        return self._earlier_seconds + time.perf_counter() - self._started
+        return time.perf_counter() - self._started
 
     @property
     def training_seconds(self) -> float:
@@ -373,10 +365,9 @@ class Run:
             if key.endswith("_loss") and not math.isfinite(value):
                 raise RuntimeError(f"training diverged: {key} is {value} at step {self.global_step}")
         recent = "-" if self.episodic_return is None else f"{self.episodic_return:.1f}"
-        if self._progress is not None:
-            self._progress.set_postfix_str(f"return {recent}, {sps:,.0f} sps", refresh=False)
-            self._progress.update(self.global_step - self._progress.n)
-        else:
+        self._progress.set_postfix_str(f"return {recent}, {sps:,.0f} sps", refresh=False)
+        self._progress.update(self.global_step - self._progress.n)
+        if self._progress.disable:
             left = max(0.0, min((self.total_steps - self.global_step) / max(sps, 1e-9), self._seconds_left))
             say(f"step {self.global_step:,}/{self.total_steps:,}  return {recent}  {sps:,.0f} sps  {left:,.0f} s left")
 
@@ -405,12 +396,6 @@ class Run:
         save_checkpoint(self.dir / "checkpoints", self.global_step, self._identity, content)
         self._last_checkpoint = self.global_step
 
-    def save_model(self) -> Path:
-        """Writes ``model.pt``: what the script's ``load_policy`` needs to play."""
-        path = self.dir / "model.pt"
-        save_atomically(self._playable(), path)
-        return path
-
     def _save_snapshot(self) -> None:
         """Writes the model as it is now, with the time of ``time.time()``, to ``snapshots/step_....pt``."""
         path = self.dir / "snapshots" / f"step_{self.global_step:012d}.pt"
@@ -419,13 +404,8 @@ class Run:
             save_atomically({**self._playable(), "global_step": self.global_step, "time": time.time()}, path)
 
     def _playable(self) -> dict:
+        """What ``play`` needs, for model.pt or a snapshot."""
         return {"script": self.script, "args": dataclasses.asdict(self.args), "model": self.model()}
-
-    def _former_summary(self) -> dict:
-        try:
-            return json.loads((self.dir / "summary.json").read_text())
-        except FileNotFoundError:
-            return {}
 
     def finish(self, state: dict) -> dict:
         """Writes the last checkpoint and ``summary.json``, and what the flags ask for; returns the summary.
@@ -436,18 +416,13 @@ class Run:
         sps = self.sps()
         if self.args.snapshot_seconds is not None:
             self._save_snapshot()
-        if self.global_step == self._clock_start[1]:
-            # A finished run was resumed, nothing was left to do: its speed is what it was.
-            sps = self._former_summary().get("sps", sps)
         self.checkpoint(state)
         summary = {
             "script": self.script,
             "env_id": self.args.env_id,
             "seed": self.args.seed,
             "device": str(self.device),
-            "compile": getattr(self.args, "compile", False),
-            "cudagraphs": getattr(self.args, "cudagraphs", False),
-            "one_graph": getattr(self.args, "one_graph", False),
+            **{mode: getattr(self.args, mode, False) for mode in ("compile", "cudagraphs", "one_graph")},
             "num_envs": self.args.num_envs,
             "global_step": self.global_step,
             "optimizer_steps": self.optimizer_steps,
@@ -460,12 +435,14 @@ class Run:
         }
         write_json_atomically(self.dir / "summary.json", summary)
         if self.model is not None and (self.args.save_model or self.args.capture_video):
-            self.save_model()
+            save_atomically(self._playable(), self.dir / "model.pt")
         if self.model is not None and self.args.capture_video and not self._stop.requested:
             self._stop.__exit__()  # all is saved: a signal may end the filming
             say("filming one episode")
-            say(f"video: {record_video(self.dir)}")
-        if self.model is not None and self._progress is not None:
+            video = self.dir / "videos" / "episode.mp4"
+            play(self.dir, episodes=1, video=video)
+            say(f"video: {video}")
+        if self.model is not None and not self._progress.disable:
             self._progress.close()
             print(self._what_next(), file=sys.stderr)
         return summary

@@ -8,7 +8,6 @@ MuJoCo, Pendulum's arrow) comes back with the next step.
 import gymnasium as gym
 import numpy as np
 import torch
-from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 # Positions of bodies [nbody, 3] that environments read before they step the simulator: Ant's torso and all of v4's
 # Reacher in xpos, Humanoid's centre of mass in xipos. A step leaves them one substep behind qpos, where mj_forward on
@@ -50,24 +49,12 @@ FAMILIES = {
     "gymnasium.envs.mujoco": (_mujoco_state, _set_mujoco_state),
     "gymnasium.envs.classic_control": (_classic_control_state, _set_classic_control_state),
 }
-WRAPPERS = (TimeLimit, OrderEnforcing, PassiveEnvChecker)  # those of gymnasium.make; a reset satisfies the last two
+# Of TimeLimit. The other wrappers of gymnasium.make remember nothing that a reset does not satisfy.
+ELAPSED_STEPS = "_elapsed_steps"
 
 
 def _family(env: gym.Env):
     return FAMILIES.get(type(env.unwrapped).__module__.rpartition(".")[0])
-
-
-def _wrappers(env: gym.Env) -> list[gym.Wrapper]:
-    """What ``env`` is wrapped in, outermost first."""
-    wrappers = []
-    while isinstance(env, gym.Wrapper):
-        wrappers.append(env)
-        env = env.env
-    return wrappers
-
-
-def _time_limits(env: gym.Env) -> list[TimeLimit]:
-    return [wrapper for wrapper in _wrappers(env) if type(wrapper) is TimeLimit]
 
 
 def env_state(env: gym.Env) -> dict | None:
@@ -77,11 +64,12 @@ def env_state(env: gym.Env) -> dict | None:
         env: reset at least once; after a done it is reset before the next step, as NEXT_STEP autoreset does.
     """
     family = _family(env)
-    if family is None or any(type(wrapper) not in WRAPPERS for wrapper in _wrappers(env)):
+    if family is None or env.spec is None or env.spec.additional_wrappers:  # to those of gymnasium.make
         return None
+    has_limit = env.has_wrapper_attr(ELAPSED_STEPS)
     return {
         "simulator": family[0](env.unwrapped),
-        "elapsed_steps": [limit._elapsed_steps for limit in _time_limits(env)],
+        "elapsed_steps": [env.get_wrapper_attr(ELAPSED_STEPS)] if has_limit else [],
         "np_random": env.unwrapped.np_random.bit_generator.state,
     }
 
@@ -89,6 +77,6 @@ def env_state(env: gym.Env) -> dict | None:
 def set_env_state(env: gym.Env, state: dict) -> None:
     """Restores what ``env_state`` returned into an environment made alike, which was reset before."""
     _family(env)[1](env.unwrapped, state["simulator"])
-    for limit, elapsed_steps in zip(_time_limits(env), state["elapsed_steps"], strict=True):
-        limit._elapsed_steps = elapsed_steps
+    for elapsed_steps in state["elapsed_steps"]:
+        env.set_wrapper_attr(ELAPSED_STEPS, elapsed_steps)
     env.unwrapped.np_random.bit_generator.state = state["np_random"]

@@ -1,8 +1,12 @@
 """Where metrics go: ``metrics.jsonl``, TensorBoard and, with ``--track``, Weights & Biases."""
 
 import json
+import math
 import os
+from contextlib import suppress
 from pathlib import Path
+
+from leanrl.support.checkpoints import open_atomically
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -10,24 +14,17 @@ METRICS_FILE = "metrics.jsonl"
 def read_metrics(run_dir: Path, file: str = METRICS_FILE) -> list[dict]:
     """The log points of a run, oldest first, up to a line torn by a kill; ``file`` may be another record like them."""
     rows = []
-    path = Path(run_dir) / file
-    if path.exists():
-        for line in path.read_text().splitlines():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                break
+    with suppress(FileNotFoundError, json.JSONDecodeError):
+        for line in (Path(run_dir) / file).read_text().splitlines():
+            rows.append(json.loads(line))
     return rows
 
 
-def cut_metrics(run_dir: Path, global_step: int, file: str = METRICS_FILE) -> list[dict]:
-    """Drops the log points after ``global_step``, which a resumed run will write again. Returns those that stay."""
+def cut_metrics(run_dir: Path, global_step: int, file: str = METRICS_FILE) -> None:
+    """Drops the log points after ``global_step``, which a resumed run will write again."""
     rows = [row for row in read_metrics(run_dir, file) if row["global_step"] <= global_step]
-    path = Path(run_dir) / file
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    os.replace(temporary, path)
-    return rows
+    with open_atomically(run_dir / file) as out:
+        out.write("".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
 class Tracker:
@@ -55,7 +52,7 @@ class Tracker:
 
     def log(self, global_step: int, metrics: dict[str, float]) -> None:
         """Writes one log point; a NaN or infinity becomes null in ``metrics.jsonl``, which stays valid JSON."""
-        finite = {k: (v if v == v and abs(v) != float("inf") else None) for k, v in metrics.items()}
+        finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         self._file.write(json.dumps({"global_step": global_step, **finite}) + "\n")
         for key, value in metrics.items():
             self._tensorboard.add_scalar(key, value, global_step)
@@ -73,24 +70,14 @@ def _start_wandb(run_dir: Path, config: dict, args, resumed: bool):
     import wandb
 
     # Without a key wandb.init would ask for one on the terminal; an offline run is synchronised later by `wandb sync`.
-    has_key = bool(os.environ.get("WANDB_API_KEY") or wandb.Settings().api_key or _key_in_netrc())
-    mode = os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
+    mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False, verify=False) else "offline")
     return wandb.init(
         project=args.wandb_project_name,
         entity=args.wandb_entity,
         name=run_dir.name,
-        id=run_dir.name.replace("/", "_"),
+        id=run_dir.name,
         resume="allow" if mode == "online" and resumed else None,
         dir=str(run_dir),
         config=config,
         mode=mode,
     )
-
-
-def _key_in_netrc() -> bool:
-    import netrc
-
-    try:
-        return netrc.netrc().authenticators("api.wandb.ai") is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
