@@ -50,3 +50,13 @@ class ChannelsLastLayerNorm(nn.LayerNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+class ChannelsLastLinear(nn.Linear):
+    """A linear layer over channels, rows and columns: [B, C, H, W] -> [B, out_features]
+
+    Its columns are [H, W, C]: in the order of memory where images are channels_last, and nothing has to be copied.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.movedim(1, -1).flatten(1))
