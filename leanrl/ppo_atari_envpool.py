@@ -28,6 +28,7 @@ from leanrl.support.devices import available_cores, keep_freed_memory, resolve_d
 from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
 from leanrl.support.evaluation import require_video
+from leanrl.support.layers import ChannelsLastLinear
 from leanrl.support.run import Run, seed_everything
 from leanrl.support.scan import linear_recurrence
 
@@ -118,8 +119,7 @@ class Agent(nn.Module):
             nn.ReLU(),
             layer_init(nn.Conv2d(64, 64, 3, stride=1)),
             nn.ReLU(),
-            nn.Flatten(),
-            layer_init(nn.Linear(64 * 7 * 7, 512)),
+            layer_init(ChannelsLastLinear(64 * 7 * 7, 512)),
             nn.ReLU(),
         )
         self.actor = layer_init(nn.Linear(512, num_actions), std=0.01)

@@ -19,6 +19,7 @@ Measured speed and learning curves: doc/benchmarks/ppo_atari_envpool.md
 """
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
@@ -37,6 +38,7 @@ from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
 from leanrl.support.evaluation import require_video
 from leanrl.support.executables import WARMUP_CALLS, make_executable, untouched
+from leanrl.support.layers import ChannelsLastLinear
 from leanrl.support.onegraph import Captured, pinned_like
 from leanrl.support.optim import Adam
 from leanrl.support.run import Run, seed_everything, synchronize
@@ -140,8 +142,7 @@ class Agent(nn.Module):
             nn.ReLU(),
             layer_init(nn.Conv2d(64, 64, 3, stride=1)),
             nn.ReLU(),
-            nn.Flatten(),
-            layer_init(nn.Linear(64 * 7 * 7, 512)),
+            layer_init(ChannelsLastLinear(64 * 7 * 7, 512)),
             nn.ReLU(),
         )
         self.actor = layer_init(nn.Linear(512, num_actions), std=0.01)
@@ -339,14 +340,23 @@ def make_policy_step(agent: Agent, rollout: Rollout, noise: torch.Tensor, args: 
     columns = rollout.obs.movedim(2, -1), rollout.actions, rollout.logprobs, rollout.values
     rows = [column.flatten(0, 1).unflatten(0, noise.shape[:2]) for column in columns]
 
+    acting = agent
+    if args.amp == "bf16":
+        # Its matrices are rounded once a rollout, which autocast would do at every step.
+        acting = deepcopy(agent)
+        acting.network.bfloat16()
+
+    @torch.no_grad()
     def start() -> None:
+        if acting is not agent:
+            torch._foreach_copy_(list(acting.parameters()), list(agent.parameters()))
         noise.exponential_().log_().neg_()
         row.zero_()
 
     @torch.no_grad()
     def policy_step(obs: torch.Tensor) -> torch.Tensor:
         with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
-            probs, values = agent(obs)
+            probs, values = acting(obs)
         # A sample of the softmax: https://en.wikipedia.org/wiki/Gumbel_distribution#Gumbel_reparameterization_tricks
         actions = (probs.logits + noise.index_select(0, row).squeeze(0)).argmax(1)
         steps = obs.movedim(1, -1), actions, probs.log_prob(actions), values

@@ -33,7 +33,7 @@ from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
 from leanrl.support.evaluation import require_video
 from leanrl.support.executables import WARMUP_CALLS, make_executable, untouched
-from leanrl.support.layers import ChannelsLastLayerNorm, Float32Linear
+from leanrl.support.layers import ChannelsLastLayerNorm, ChannelsLastLinear, Float32Linear
 from leanrl.support.optim import Adam
 from leanrl.support.run import Run, seed_everything
 from leanrl.support.scan import linear_recurrence
@@ -126,8 +126,7 @@ class QNetwork(nn.Sequential):
             layer_init(nn.Conv2d(64, 64, 3, stride=1)),
             ChannelsLastLayerNorm((7, 7, 64)),
             nn.ReLU(),
-            nn.Flatten(),
-            layer_init(nn.Linear(64 * 7 * 7, 512)),
+            layer_init(ChannelsLastLinear(64 * 7 * 7, 512)),
             nn.LayerNorm(512),
             nn.ReLU(),
             layer_init(Float32Linear(512, num_actions)),

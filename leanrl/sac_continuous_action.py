@@ -121,8 +121,7 @@ class Actor(nn.Module):
         super().__init__()
         self.fc1 = Float32Linear(obs_dim, 256)
         self.fc2 = nn.Linear(256, 256)
-        self.fc_mean = Float32Linear(256, len(low))
-        self.fc_logstd = Float32Linear(256, len(low))
+        self.fc_heads = Float32Linear(256, 2 * len(low))
         self.register_buffer("low", torch.as_tensor(low, dtype=torch.float32))
         self.register_buffer("high", torch.as_tensor(high, dtype=torch.float32))
         self.register_buffer("action_scale", (self.high - self.low) / 2)
@@ -132,9 +131,10 @@ class Actor(nn.Module):
         """[B, obs_dim] -> mean and log standard deviation before the squashing, [B, action_dim] each"""
         x = F.relu(self.fc1(obs))
         x = F.relu(self.fc2(x))
-        log_std = torch.tanh(self.fc_logstd(x))
+        mean, log_std = self.fc_heads(x).chunk(2, 1)
+        log_std = torch.tanh(log_std)
         # From https://github.com/denisyarats/pytorch_sac; a clamp would have no gradient beyond its ends.
-        return self.fc_mean(x), LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (log_std + 1)
+        return mean, LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (log_std + 1)
 
     def get_action(self, obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Samples: [B, obs_dim], standard normal [B, action_dim] -> action [B, action_dim], its log-probability [B]"""

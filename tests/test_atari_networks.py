@@ -29,12 +29,12 @@ def slow_product(layer, x, rounded=lambda x: x):
 
 def slow_ppo(agent, obs, rounded):
     """Logits and values."""
-    first, _, second, _, third, _, _, hidden, _ = agent.network
+    first, _, second, _, third, _, hidden, _ = agent.network
     x = obs.double() / 255
     for layer in (first, second, third):
         x = torch.relu(slow_convolution(layer, x, rounded))
     assert x.shape[1:] == (64, 7, 7)
-    x = torch.relu(slow_product(hidden, x.flatten(1), rounded))
+    x = torch.relu(slow_product(hidden, x.movedim(1, -1).flatten(1), rounded))
     return slow_product(agent.actor, x), slow_product(agent.critic, x)[:, 0]
 
 

@@ -83,8 +83,8 @@ def policy_by_hand(model: dict, space: gym.Space):
         return np.clip(layers(x, [f"actor_mean.{i}" for i in (0, 2, 4)], torch.tanh).numpy(), space.low, space.high)
 
     def actor(obs: np.ndarray) -> np.ndarray:
-        head = "fc_mu" if "fc_mu.weight" in weights else "fc_mean"
-        x = layers(torch.as_tensor(obs).float(), ["fc1", "fc2", head], torch.relu).tanh().numpy()
+        head = "fc_mu" if "fc_mu.weight" in weights else "fc_heads"  # SAC's: the mean, then the standard deviation
+        x = layers(torch.as_tensor(obs).float(), ["fc1", "fc2", head], torch.relu)[: len(space.low)].tanh().numpy()
         return (space.high - space.low) / 2 * x + (space.high + space.low) / 2
 
     def q_network(obs: np.ndarray) -> int:
@@ -314,7 +314,7 @@ def test_a_file_cannot_choose_what_is_imported(tmp_path, monkeypatch, capsys, sc
 
 @pytest.mark.parametrize("algorithm", ["sac", "td3"])
 def test_models_of_scripts_that_are_a_mode_now(algorithm, tmp_path):
-    """SAC's had both heads of the actor in one layer."""
+    """SAC's reference had a layer for each head of the actor."""
     run_dir, old = tmp_path / "run", f"{algorithm}_continuous_action_onegraph"
     with gym.make("Hopper-v5") as env:
         sizes = env.observation_space.shape[0], env.action_space.low, env.action_space.high
@@ -332,14 +332,14 @@ def test_models_of_scripts_that_are_a_mode_now(algorithm, tmp_path):
     expected = played(facts["script"])
     if algorithm == "sac":
         for name in ("weight", "bias"):
-            actor[f"fc_heads.{name}"] = torch.cat([actor.pop(f"{head}.{name}") for head in ("fc_mean", "fc_logstd")])
+            actor[f"fc_mean.{name}"], actor[f"fc_logstd.{name}"] = actor.pop(f"fc_heads.{name}").chunk(2)
     assert played(old) == expected
 
 
 def packed(agent: dict) -> dict:
     """Parameters as the fast PPO on Atari had them before, written out number by number."""
     old = {name: tensor for name, tensor in agent.items() if not name.startswith("network")}
-    for layer, name in ((0, "conv1"), (2, "conv2"), (4, "conv3"), (7, "linear")):
+    for layer, name in ((0, "conv1"), (2, "conv2"), (4, "conv3"), (6, "linear")):
         old[f"{name}.weight"], old[f"{name}.bias"] = (agent[f"network.{layer}.{kind}"] for kind in ("weight", "bias"))
     old["conv1.weight"] = torch.zeros(32, 2, 2, 64)
     for channel, y, x in itertools.product(range(4), range(8), range(8)):
@@ -347,14 +347,20 @@ def packed(agent: dict) -> dict:
         old["conv1.weight"][:, y // 4, x // 4, place] = agent["network.0.weight"][:, channel, y, x]
     for name in ("conv2", "conv3"):
         old[f"{name}.weight"] = old[f"{name}.weight"].permute(0, 2, 3, 1).contiguous()
-    old["linear.weight"] = torch.zeros(512, 49 * 64)
+    return old
+
+
+def images_by_channel(agent: dict) -> dict:
+    """Parameters as the reference had them before: the linear layer's columns a channel after the other."""
+    old = {name.replace("network.6", "network.7"): tensor for name, tensor in agent.items()}
+    old["network.7.weight"] = torch.zeros(512, 64 * 49)
     for channel, pixel in itertools.product(range(64), range(49)):
-        old["linear.weight"][:, pixel * 64 + channel] = agent["network.7.weight"][:, channel * 49 + pixel]
+        old["network.7.weight"][:, channel * 49 + pixel] = agent["network.6.weight"][:, pixel * 64 + channel]
     return old
 
 
 def test_models_of_earlier_atari_scripts(tmp_path, monkeypatch, capsys):
-    """The fast variant's parameters were in another layout, also where they had one graph."""
+    """Parameters were in other layouts, the fast variant's also where they had one graph."""
     module, run_dir = importlib.import_module("leanrl.ppo_atari_envpool"), tmp_path / "run"
     torch.manual_seed(0)
     agent = module.Agent(4).state_dict()
@@ -367,8 +373,9 @@ def test_models_of_earlier_atari_scripts(tmp_path, monkeypatch, capsys):
     run_dir.mkdir()
     save_as("ppo_atari_envpool", agent)
     expected = evaluation.play(run_dir, episodes=1)
-    for variant in ("torchcompile", "onegraph"):
-        save_as(f"ppo_atari_envpool_{variant}", packed(agent))
+    old = {"": images_by_channel(agent), "_torchcompile": packed(agent), "_onegraph": packed(agent)}
+    for variant, theirs in old.items():
+        save_as(f"ppo_atari_envpool{variant}", theirs)
         loaded = evaluation.in_todays_layout(evaluation.load_model(run_dir)["model"])["agent"]
         assert loaded.keys() == agent.keys() and all(torch.equal(loaded[name], agent[name]) for name in agent)
         assert evaluation.play(run_dir, episodes=1) == expected

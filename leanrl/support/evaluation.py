@@ -78,25 +78,29 @@ def load_policy(run_dir: Path, saved: dict, envs: VectorEnv) -> Policy:
 
 
 def in_todays_layout(model: dict) -> dict:
-    """A saved model, its parameters as the references keep them; earlier fast variants had other layouts.
+    """A saved model, its parameters as the scripts keep them today.
 
-    SAC's had both heads of the actor in one layer; PPO's on Atari had kernels [out, H, W, in], the first layer's of
-    2 x 2 blocks of 4 x 4 pixels each. The distributed scripts named the one layer behind the torso ``hidden``.
+    Earlier, SAC's reference had a layer for each head of the actor. PPO's on Atari had the columns of the linear layer
+    in the order [C, H, W]; its fast variant had kernels [out, H, W, in], the first layer's of 2 x 2 blocks of 4 x 4
+    pixels each. The distributed scripts named the one layer behind the torso ``hidden``.
     """
     actor, agent, network = (model.get(name, {}) for name in ("actor", "agent", "network"))
     if "hidden" in network:
         network["hiddens"] = [network.pop("hidden")]
-    if "fc_heads.weight" in actor:
+    if "fc_logstd.weight" in actor:
         for name in ("weight", "bias"):
-            actor[f"fc_mean.{name}"], actor[f"fc_logstd.{name}"] = actor.pop(f"fc_heads.{name}").chunk(2)
+            actor[f"fc_heads.{name}"] = torch.cat([actor.pop(f"{head}.{name}") for head in ("fc_mean", "fc_logstd")])
+    if "network.7.weight" in agent:
+        columns = agent.pop("network.7.weight").view(512, 64, 7, 7)
+        agent["network.6.weight"] = columns.movedim(1, -1).flatten(1)
+        agent["network.6.bias"] = agent.pop("network.7.bias")
     if "conv1.weight" in agent:
         blocks = agent["conv1.weight"].view(32, 2, 2, 4, 4, 4)
         agent["conv1.weight"] = blocks.permute(0, 1, 4, 2, 5, 3).reshape(32, 8, 8, 4)
-        agent["linear.weight"] = agent["linear.weight"].view(512, 7, 7, 64)
-        for i, name in ((0, "conv1"), (2, "conv2"), (4, "conv3"), (7, "linear")):
+        for i, name in ((0, "conv1"), (2, "conv2"), (4, "conv3")):
             agent[f"network.{i}.weight"] = agent.pop(f"{name}.weight").permute(0, 3, 1, 2)
             agent[f"network.{i}.bias"] = agent.pop(f"{name}.bias")
-        agent["network.7.weight"] = agent["network.7.weight"].flatten(1)
+        agent["network.6.weight"], agent["network.6.bias"] = agent.pop("linear.weight"), agent.pop("linear.bias")
     return model
 
 

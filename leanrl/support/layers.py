@@ -52,6 +52,16 @@ class ChannelsLastLayerNorm(nn.LayerNorm):
         return super().forward(x.movedim(1, -1)).movedim(-1, 1)
 
 
+class ChannelsLastLinear(nn.Linear):
+    """A linear layer over channels, rows and columns: [B, C, H, W] -> [B, out_features]
+
+    Its columns are [H, W, C]: in the order of memory where images are channels_last, and nothing has to be copied.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.movedim(1, -1).flatten(1))
+
+
 def mlp_as_sums(network: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
     """``network(x)`` for a few rows [N, in] with its matrix products written as sums.
 
