@@ -109,7 +109,7 @@ class QNetwork(nn.Sequential):
 
 
 def dqn_target(target_network: QNetwork, batch: Batch, gamma: float) -> torch.Tensor:
-    """What the network should say of the actions taken, [B] (the paper's algorithm 1)."""
+    """The targets of the values of the actions taken, [B] (the paper's algorithm 1)."""
     target_max = target_network(batch.next_obs).amax(1)
     return batch.rewards + gamma * (1.0 - batch.terminations) * target_max
 
@@ -123,7 +123,7 @@ def dqn_loss(
 
 
 class Losses(NamedTuple):
-    """What is logged of an update, which writes it here."""
+    """What an update logs: it writes these tensors."""
 
     td_loss: torch.Tensor  # [1]
     q_values: torch.Tensor  # [1]

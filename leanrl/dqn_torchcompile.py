@@ -1,12 +1,12 @@
 """Deep Q-Network (DQN), made fast with torch.compile and CUDA graphs.
 
 The same program as dqn.py: read that first, then a diff of the two, which shows what was made fast. ``--compile`` and
-``--cudagraphs`` switch each lever by itself.
+``--cudagraphs`` can be switched on one by one.
 
     python leanrl/dqn_torchcompile.py --env-id CartPole-v1 --compile
     python leanrl/dqn_torchcompile.py --compile --cudagraphs     # on a CUDA device
 
-What is different, most of it with its measured gain in doc/optimizations.md:
+What differs, most of it with its measured gain in doc/optimizations.md:
 - transitions wait on the CPU until an update is due: one copy in and one call then write them to the replay, sample
   and train; a step of the environment between two updates costs the greedy action, or nothing where a random one was
   drawn;
@@ -124,7 +124,7 @@ class QNetwork(nn.Sequential):
 
 
 def dqn_target(target_network: QNetwork, batch: Batch, gamma: float) -> torch.Tensor:
-    """What the network should say of the actions taken, [B] (the paper's algorithm 1)."""
+    """The targets of the values of the actions taken, [B] (the paper's algorithm 1)."""
     target_max = target_network(batch.next_obs).amax(1)
     return batch.rewards + gamma * (1.0 - batch.terminations) * target_max
 
@@ -138,7 +138,7 @@ def dqn_loss(
 
 
 class Losses(NamedTuple):
-    """What is logged of an update, which writes it here."""
+    """What an update logs: it writes these tensors."""
 
     td_loss: torch.Tensor  # [1]
     q_values: torch.Tensor  # [1]

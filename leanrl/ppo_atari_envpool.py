@@ -128,7 +128,7 @@ class Agent(nn.Module):
     def forward(self, obs: torch.Tensor) -> tuple[Categorical, torch.Tensor]:
         """uint8 [B, 4, 84, 84] -> distribution of the actions [B], value [B]"""
         hidden = self.network(obs / 255.0)
-        # A value in bf16 would have three digits.
+        # In bf16 a value would have only three digits.
         with torch.autocast(obs.device.type, enabled=False):
             hidden = hidden.float()
             return Categorical(logits=self.actor(hidden), validate_args=False), self.critic(hidden).squeeze(-1)
@@ -138,7 +138,7 @@ class Agent(nn.Module):
 
 
 class Minibatch(NamedTuple):
-    """Steps that are learned from, [B, ...] each."""
+    """Steps to learn from, [B, ...] each."""
 
     obs: torch.Tensor
     actions: torch.Tensor
@@ -227,7 +227,7 @@ def weighted_mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 class Losses(NamedTuple):
-    """What is logged of an update, each a tensor without shape."""
+    """What an update logs, a 0-d tensor each."""
 
     policy_loss: torch.Tensor
     value_loss: torch.Tensor
@@ -238,7 +238,7 @@ class Losses(NamedTuple):
 
 
 def ppo_loss(agent: Agent, minibatch: Minibatch, args: Args) -> tuple[torch.Tensor, Losses]:
-    """PPO's clipped loss over one minibatch, and its parts (detached)."""
+    """PPO's clipped loss over one minibatch, and what is logged of it (detached)."""
     obs, actions, logprobs, advantages, returns, values, weights = minibatch
     probs, newvalue = agent(obs)
     logratio = probs.log_prob(actions) - logprobs
@@ -282,7 +282,7 @@ def make_update(agent: Agent, optimizer: torch.optim.Adam, rollout: Rollout, arg
         with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
             loss, losses = ppo_loss(agent, rollout.minibatch(mb_inds), args)
         loss.backward()
-        # TorchInductor's code for CPUs has no way into foreach's norm but a slow one.
+        # On a CPU TorchInductor compiles the foreach norm to slow code.
         nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=device_type == "cuda")
         optimizer.step()
         optimizer.zero_grad()
@@ -389,7 +389,7 @@ def main(args: Args) -> None:
             # Where a step only resets its environment (NEXT_STEP autoreset).
             resets = np.concatenate([last_dones[None], dones[:-1]])
             last_dones = dones[-1].copy()
-            # A lost life ends the episode that is learned from; what is reported are whole games.
+            # A lost life ends the training episode, but whole games are reported.
             run.record_episodes(*games.add(scores, game_ends, resets))
             outcome = (torch.from_numpy(x).to(device, torch.float32) for x in (rewards, terminations, dones, resets))
             finish_rollout(rollout, *outcome, args)

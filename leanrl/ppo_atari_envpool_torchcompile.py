@@ -1,14 +1,14 @@
 """Proximal Policy Optimization (PPO) on Atari games over EnvPool, made fast with torch.compile and CUDA graphs.
 
 The same program as ppo_atari_envpool.py: read that first, then a diff of the two, which shows what was made fast.
-``--compile``, ``--cudagraphs`` and ``--one-graph`` switch each lever by itself.
+``--compile``, ``--cudagraphs`` and ``--one-graph`` can be switched on one by one.
 
     python leanrl/ppo_atari_envpool_torchcompile.py --env-id Breakout-v5 --compile
     python leanrl/ppo_atari_envpool_torchcompile.py --env-id Pong-v5 --compile --amp bf16
     python leanrl/ppo_atari_envpool_torchcompile.py --compile --cudagraphs --num-env-groups 2   # on a CUDA device
     python leanrl/ppo_atari_envpool_torchcompile.py --compile --one-graph                       # likewise
 
-What is different (``python -m leanrl.tools.ablate --rows atari`` measures what most of it is worth):
+What differs (``python -m leanrl.tools.ablate --rows atari`` measures what most of it is worth):
 - a step of the environments costs one call: act, with random numbers drawn before the rollout, and write to it; with
   ``--num-env-groups 2`` half of the environments play while the others' actions are computed;
 - Adam's step is one that torch.compile traces, as it does ``loss.backward()``: an update is one graph, its gather too;
@@ -151,7 +151,7 @@ class Agent(nn.Module):
     def forward(self, obs: torch.Tensor) -> tuple[Categorical, torch.Tensor]:
         """uint8 [B, 4, 84, 84] -> distribution of the actions [B], value [B]"""
         hidden = self.network(obs / 255.0)
-        # A value in bf16 would have three digits.
+        # In bf16 a value would have only three digits.
         with torch.autocast(obs.device.type, enabled=False):
             hidden = hidden.float()
             return Categorical(logits=self.actor(hidden), validate_args=False), self.critic(hidden).squeeze(-1)
@@ -161,7 +161,7 @@ class Agent(nn.Module):
 
 
 class Minibatch(NamedTuple):
-    """Steps that are learned from, [B, ...] each."""
+    """Steps to learn from, [B, ...] each."""
 
     obs: torch.Tensor
     actions: torch.Tensor
@@ -250,7 +250,7 @@ def weighted_mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 class Losses(NamedTuple):
-    """What is logged of an update, each a tensor without shape."""
+    """What an update logs, a 0-d tensor each."""
 
     policy_loss: torch.Tensor
     value_loss: torch.Tensor
@@ -261,7 +261,7 @@ class Losses(NamedTuple):
 
 
 def ppo_loss(agent: Agent, minibatch: Minibatch, args: Args) -> tuple[torch.Tensor, Losses]:
-    """PPO's clipped loss over one minibatch, and its parts (detached)."""
+    """PPO's clipped loss over one minibatch, and what is logged of it (detached)."""
     obs, actions, logprobs, advantages, returns, values, weights = minibatch
     probs, newvalue = agent(obs)
     logratio = probs.log_prob(actions) - logprobs
@@ -305,7 +305,7 @@ def make_update(agent: Agent, optimizer: Adam, rollout: Rollout, args: Args) -> 
         with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
             loss, losses = ppo_loss(agent, rollout.minibatch(mb_inds), args)
         loss.backward()
-        # TorchInductor's code for CPUs has no way into foreach's norm but a slow one.
+        # On a CPU TorchInductor compiles the foreach norm to slow code.
         nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=device_type == "cuda")
         optimizer.step()
         optimizer.zero_grad()
@@ -523,7 +523,7 @@ def main(args: Args) -> None:
             # Where a step only resets its environment (NEXT_STEP autoreset).
             resets = np.concatenate([last_dones[None], dones[:-1]])
             last_dones = dones[-1].copy()
-            # A lost life ends the episode that is learned from; what is reported are whole games.
+            # A lost life ends the training episode, but whole games are reported.
             run.record_episodes(*games.add(scores, game_ends, resets))
             outcome = (torch.from_numpy(x).to(device, torch.float32) for x in (rewards, terminations, dones, resets))
             finish_rollout(rollout, *outcome, args)

@@ -139,7 +139,7 @@ class Agent(nn.Module):
 
 
 class Minibatch(NamedTuple):
-    """Steps that are learned from, [B, ...] each."""
+    """Steps to learn from, [B, ...] each."""
 
     obs: torch.Tensor  # normalised
     actions: torch.Tensor  # as sampled, not clipped
@@ -202,7 +202,7 @@ def weighted_mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 class Losses(NamedTuple):
-    """What is logged of an update, each a tensor without shape."""
+    """What an update logs, a 0-d tensor each."""
 
     policy_loss: torch.Tensor
     value_loss: torch.Tensor
@@ -213,7 +213,7 @@ class Losses(NamedTuple):
 
 
 def ppo_loss(agent: Agent, minibatch: Minibatch, args: Args) -> tuple[torch.Tensor, Losses]:
-    """PPO's clipped loss over one minibatch, and its parts (detached)."""
+    """PPO's clipped loss over one minibatch, and what is logged of it (detached)."""
     obs, actions, logprobs, advantages, returns, values, weights = minibatch
     probs, newvalue = agent.get_policy(obs), agent.get_value(obs)
     logratio = probs.log_prob(actions).sum(1) - logprobs
@@ -257,7 +257,7 @@ def make_update(agent: Agent, optimizer: torch.optim.Adam, rollout: Rollout, arg
         with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
             loss, losses = ppo_loss(agent, rollout.minibatch(mb_inds), args)
         loss.backward()
-        # TorchInductor's code for CPUs has no way into foreach's norm but a slow one.
+        # On a CPU TorchInductor compiles the foreach norm to slow code.
         nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=device_type == "cuda")
         optimizer.step()
         optimizer.zero_grad()

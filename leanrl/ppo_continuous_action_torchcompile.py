@@ -1,13 +1,13 @@
 """Proximal Policy Optimization (PPO) with continuous actions, made fast with torch.compile and CUDA graphs.
 
 The same program as ppo_continuous_action.py: read that first, a diff of the two shows what was made fast. ``--compile``
-and ``--cudagraphs`` switch each lever by itself.
+and ``--cudagraphs`` can be switched on one by one.
 
     python leanrl/ppo_continuous_action_torchcompile.py --env-id HalfCheetah-v5 --compile
     python leanrl/ppo_continuous_action_torchcompile.py --num-envs 64 --env-backend envpool --compile
     python leanrl/ppo_continuous_action_torchcompile.py --compile --cudagraphs      # on a CUDA device
 
-What is different, each with its measured gain in doc/optimizations.md:
+What differs, each with its measured gain in doc/optimizations.md:
 - a minibatch costs one call: gather, loss, backward, clipping and Adam are one graph;
 - a step of the environment costs one call: normalise, write to the rollout, act with noise drawn before. What does not
   decide an action (values, log-probabilities, normalised rewards) waits for the end of the rollout, for one batch.
@@ -154,7 +154,7 @@ class Agent(nn.Module):
 
 
 class Minibatch(NamedTuple):
-    """Steps that are learned from, [B, ...] each."""
+    """Steps to learn from, [B, ...] each."""
 
     obs: torch.Tensor  # normalised
     actions: torch.Tensor  # as sampled, not clipped
@@ -217,7 +217,7 @@ def weighted_mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 class Losses(NamedTuple):
-    """What is logged of an update, each a tensor without shape."""
+    """What an update logs, a 0-d tensor each."""
 
     policy_loss: torch.Tensor
     value_loss: torch.Tensor
@@ -228,7 +228,7 @@ class Losses(NamedTuple):
 
 
 def ppo_loss(agent: Agent, minibatch: Minibatch, args: Args) -> tuple[torch.Tensor, Losses]:
-    """PPO's clipped loss over one minibatch, and its parts (detached)."""
+    """PPO's clipped loss over one minibatch, and what is logged of it (detached)."""
     obs, actions, logprobs, advantages, returns, values, weights = minibatch
     probs, newvalue = agent.get_policy(obs), agent.get_value(obs)
     logratio = probs.log_prob(actions).sum(1) - logprobs
@@ -272,7 +272,7 @@ def make_update(agent: Agent, optimizer: Adam, rollout: Rollout, args: Args) -> 
         with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
             loss, losses = ppo_loss(agent, rollout.minibatch(mb_inds), args)
         loss.backward()
-        # TorchInductor's code for CPUs has no way into foreach's norm but a slow one.
+        # On a CPU TorchInductor compiles the foreach norm to slow code.
         nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=device_type == "cuda")
         optimizer.step()
         optimizer.zero_grad()

@@ -130,7 +130,7 @@ class QNetwork(nn.Sequential):
 
 
 class Minibatch(NamedTuple):
-    """Steps that are learned from, [B, ...] each."""
+    """Steps to learn from, [B, ...] each."""
 
     obs: torch.Tensor
     actions: torch.Tensor
@@ -173,7 +173,7 @@ def lambda_returns(
     gamma: float,
     q_lambda: float,
 ) -> torch.Tensor:
-    """Peng's Q(lambda), what the network should say of the actions taken:
+    """Peng's Q(lambda), the targets of the values of the actions taken:
 
         returns[t] = rewards[t] + gamma * (q_lambda * returns[t + 1] + (1 - q_lambda) * values[t + 1])
 
@@ -218,7 +218,7 @@ def weighted_mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 class Losses(NamedTuple):
-    """What is logged of an update, each a tensor without shape."""
+    """What an update logs, a 0-d tensor each."""
 
     td_loss: torch.Tensor
     q_values: torch.Tensor
@@ -249,7 +249,7 @@ def make_update(q_network: QNetwork, optimizer: torch.optim.Adam, rollout: Rollo
         with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
             loss, losses = pqn_loss(q_network, rollout.minibatch(mb_inds))
         loss.backward()
-        # TorchInductor's code for CPUs has no way into foreach's norm but a slow one.
+        # On a CPU TorchInductor compiles the foreach norm to slow code.
         nn.utils.clip_grad_norm_(q_network.parameters(), args.max_grad_norm, foreach=device_type == "cuda")
         optimizer.step()
         optimizer.zero_grad()
@@ -338,7 +338,7 @@ def main(args: Args) -> None:
 
             epsilon = linear_schedule(args, run.global_step)
             explores = np.random.random(shape) < epsilon
-            # Random ones, until the greedy ones take the places where an environment does not explore.
+            # Random actions; greedy ones replace those of the environments that do not explore.
             actions = np.random.randint(num_actions, size=shape)
             for step in range(args.num_steps):
                 best = policy_step(q_network, rollout, step, next_obs, args).cpu().numpy()
@@ -354,7 +354,7 @@ def main(args: Args) -> None:
             # Where a step only resets its environment (NEXT_STEP autoreset).
             resets = np.concatenate([last_dones[None], dones[:-1]])
             last_dones = dones[-1].copy()
-            # A lost life ends the episode that is learned from; what is reported are whole games.
+            # A lost life ends the training episode, but whole games are reported.
             run.record_episodes(*games.add(scores, game_ends, resets))
             rollout.actions[:-1] = torch.from_numpy(actions)
             outcome = (torch.from_numpy(x).to(device, torch.float32) for x in (rewards, terminations, dones, resets))

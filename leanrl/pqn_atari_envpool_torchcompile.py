@@ -1,13 +1,13 @@
 """Parallelised Q-Network (PQN) on Atari games over EnvPool, made fast with torch.compile and CUDA graphs.
 
 The same program as pqn_atari_envpool.py: read that first, then a diff of the two, which shows what was made fast.
-``--compile`` and ``--cudagraphs`` switch each lever by itself.
+``--compile`` and ``--cudagraphs`` can be switched on one by one.
 
     python leanrl/pqn_atari_envpool_torchcompile.py --env-id Breakout-v5 --compile
     python leanrl/pqn_atari_envpool_torchcompile.py --env-id Pong-v5 --compile --amp bf16
     python leanrl/pqn_atari_envpool_torchcompile.py --compile --cudagraphs     # on a CUDA device
 
-What is different:
+What differs:
 - a step of the environments costs one call: act, and write to the rollout;
 - a minibatch costs one call: gather, loss, backward, clipping and Adam, whose step torch.compile traces, are one graph;
 - acting uses one thread, and leaves the other cores to the environments.
@@ -140,7 +140,7 @@ class QNetwork(nn.Sequential):
 
 
 class Minibatch(NamedTuple):
-    """Steps that are learned from, [B, ...] each."""
+    """Steps to learn from, [B, ...] each."""
 
     obs: torch.Tensor
     actions: torch.Tensor
@@ -183,7 +183,7 @@ def lambda_returns(
     gamma: float,
     q_lambda: float,
 ) -> torch.Tensor:
-    """Peng's Q(lambda), what the network should say of the actions taken:
+    """Peng's Q(lambda), the targets of the values of the actions taken:
 
         returns[t] = rewards[t] + gamma * (q_lambda * returns[t + 1] + (1 - q_lambda) * values[t + 1])
 
@@ -228,7 +228,7 @@ def weighted_mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 class Losses(NamedTuple):
-    """What is logged of an update, each a tensor without shape."""
+    """What an update logs, a 0-d tensor each."""
 
     td_loss: torch.Tensor
     q_values: torch.Tensor
@@ -259,7 +259,7 @@ def make_update(q_network: QNetwork, optimizer: Adam, rollout: Rollout, args: Ar
         with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
             loss, losses = pqn_loss(q_network, rollout.minibatch(mb_inds))
         loss.backward()
-        # TorchInductor's code for CPUs has no way into foreach's norm but a slow one.
+        # On a CPU TorchInductor compiles the foreach norm to slow code.
         nn.utils.clip_grad_norm_(q_network.parameters(), args.max_grad_norm, foreach=device_type == "cuda")
         optimizer.step()
         optimizer.zero_grad()
@@ -386,7 +386,7 @@ def main(args: Args) -> None:
 
             epsilon = linear_schedule(args, run.global_step)
             explores = np.random.random(shape) < epsilon
-            # Random ones, until the greedy ones take the places where an environment does not explore.
+            # Random actions; greedy ones replace those of the environments that do not explore.
             actions = np.random.randint(num_actions, size=shape)
             # A second thread of PyTorch's would wait for work by spinning, on a core that the environments need.
             torch.set_num_threads(1)
@@ -406,7 +406,7 @@ def main(args: Args) -> None:
             # Where a step only resets its environment (NEXT_STEP autoreset).
             resets = np.concatenate([last_dones[None], dones[:-1]])
             last_dones = dones[-1].copy()
-            # A lost life ends the episode that is learned from; what is reported are whole games.
+            # A lost life ends the training episode, but whole games are reported.
             run.record_episodes(*games.add(scores, game_ends, resets))
             rollout.actions[:-1] = torch.from_numpy(actions)
             outcome = (torch.from_numpy(x).to(device, torch.float32) for x in (rewards, terminations, dones, resets))

@@ -1,13 +1,13 @@
 """Parallelised Q-Network (PQN), made fast with torch.compile and CUDA graphs.
 
 The same program as pqn.py: read that first, then a diff of the two, which shows what was made fast. ``--compile`` and
-``--cudagraphs`` switch each lever by itself.
+``--cudagraphs`` can be switched on one by one.
 
     python leanrl/pqn_torchcompile.py --env-id CartPole-v1 --compile
     python leanrl/pqn_torchcompile.py --num-envs 64 --num-steps 32 --env-backend envpool --compile
     python leanrl/pqn_torchcompile.py --compile --cudagraphs     # on a CUDA device
 
-What is different:
+What differs:
 - a minibatch costs one call: gather, loss, backward, clipping and Adam, whose step torch.compile traces, are one graph;
 - the greedy actions of a step cost one call; those of few environments are compiled into loops, without calls of a
   matrix library.
@@ -129,7 +129,7 @@ class QNetwork(nn.Sequential):
 
 
 class Minibatch(NamedTuple):
-    """Steps that are learned from, [B, ...] each."""
+    """Steps to learn from, [B, ...] each."""
 
     obs: torch.Tensor
     actions: torch.Tensor
@@ -168,7 +168,7 @@ def lambda_returns(
     gamma: float,
     q_lambda: float,
 ) -> torch.Tensor:
-    """Peng's Q(lambda), what the network should say of the actions taken:
+    """Peng's Q(lambda), the targets of the values of the actions taken:
 
         returns[t] = rewards[t] + gamma * (q_lambda * returns[t + 1] + (1 - q_lambda) * values[t + 1])
 
@@ -216,7 +216,7 @@ def weighted_mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 class Losses(NamedTuple):
-    """What is logged of an update, each a tensor without shape."""
+    """What an update logs, a 0-d tensor each."""
 
     td_loss: torch.Tensor
     q_values: torch.Tensor
@@ -247,7 +247,7 @@ def make_update(q_network: QNetwork, optimizer: Adam, rollout: Rollout, args: Ar
         with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
             loss, losses = pqn_loss(q_network, rollout.minibatch(mb_inds))
         loss.backward()
-        # TorchInductor's code for CPUs has no way into foreach's norm but a slow one.
+        # On a CPU TorchInductor compiles the foreach norm to slow code.
         nn.utils.clip_grad_norm_(q_network.parameters(), args.max_grad_norm, foreach=device_type == "cuda")
         optimizer.step()
         optimizer.zero_grad()
@@ -327,7 +327,7 @@ def main(args: Args) -> None:
                 best_actions(rollout.obs[0])
                 update(torch.arange(minibatch_size, device=device))
 
-        # What the environments are told and say, on the CPU until the end of the rollout.
+        # Actions and what they led to, on the CPU until the end of the rollout.
         shape = args.num_steps, args.num_envs
         obs, rewards = np.zeros((args.num_steps + 1, args.num_envs, obs_dim), np.float32), np.zeros(shape)
         terminations, dones = np.zeros((2, *shape), bool)
@@ -344,7 +344,7 @@ def main(args: Args) -> None:
 
             epsilon = linear_schedule(args, run.global_step)
             explores = np.random.random(shape) < epsilon
-            # Random ones, until the greedy ones take the places where an environment does not explore.
+            # Random actions; greedy ones replace those of the environments that do not explore.
             actions = np.random.randint(num_actions, size=shape)
             obs[0] = obs[-1]
             for step in range(args.num_steps):

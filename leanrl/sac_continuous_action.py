@@ -74,7 +74,7 @@ class Args(RunArgs):
     updates_per_step: float = 1.0
     """updates of the critics per environment step, N for N environments that step together; resets count as steps"""
     policy_frequency: int = 2
-    """train the actor after so many updates of the critics, and then as many times in a row"""
+    """train the actor after every N updates of the critics, N times in a row"""
     target_network_frequency: int = 1
     """updates of the critics for each update of the targets"""
     autotune: bool = True
@@ -154,7 +154,7 @@ class Actor(nn.Module):
 def sac_target(
     actor: Actor, critics_target: Critics, alpha: torch.Tensor, batch: Batch, noise: torch.Tensor, args: Args
 ) -> torch.Tensor:
-    """What the critics should say: the soft value (the paper's equations 3 and 5), by the lower of two critics.
+    """The critics' target: the soft value (the paper's equations 3 and 5), by the lower of two critics.
 
     Args:
         alpha: entropy coefficient, [1].
@@ -187,7 +187,7 @@ def alpha_loss(log_alpha: torch.Tensor, log_pi: torch.Tensor, target_entropy: fl
 
 
 class Losses(NamedTuple):
-    """What is logged of an update, which writes it here."""
+    """What an update logs: it writes these tensors."""
 
     qf_values: torch.Tensor  # [2], one number for each critic
     qf_loss: torch.Tensor  # [2]
@@ -211,7 +211,7 @@ class Noise(NamedTuple):
 
     @classmethod
     def draw(cls, actions: torch.Tensor, actor_steps: int) -> "Noise":
-        """For a batch with ``actions`` [B, action_dim] and so many steps of the actor."""
+        """For a batch with ``actions`` [B, action_dim] and that many steps of the actor."""
         noise = actions.new_empty(1 + 2 * actor_steps, *actions.shape).normal_()
         return cls(noise[0], *noise[1:].split(actor_steps)) if actor_steps else cls(noise[0], noise[1:], noise[1:])
 

@@ -1,13 +1,13 @@
 """Soft Actor-Critic (SAC), made fast with torch.compile and CUDA graphs.
 
 The same program as sac_continuous_action.py: read that first, then a diff of the two, which shows what was made fast.
-``--compile``, ``--cudagraphs`` and ``--one-graph`` switch each lever by itself.
+``--compile``, ``--cudagraphs`` and ``--one-graph`` can be switched on one by one.
 
     python leanrl/sac_continuous_action_torchcompile.py --env-id HalfCheetah-v5 --compile
     python leanrl/sac_continuous_action_torchcompile.py --compile --amp bf16       # faster where there are bf16 units
     python leanrl/sac_continuous_action_torchcompile.py --compile --cudagraphs     # on a CUDA device, or --one-graph
 
-What is different, most of it with its measured gain in doc/optimizations.md:
+What differs, most of it with its measured gain in doc/optimizations.md:
 - a step of the environment costs one copy in, one call and one copy out: the call writes the transition to the replay,
   samples a batch, trains critics, actor and entropy coefficient, moves the targets, and acts;
 - Adam's step is one that torch.compile traces, as it does ``loss.backward()``: an update is one graph;
@@ -92,7 +92,7 @@ class Args(RunArgs):
     updates_per_step: float = 1.0
     """updates of the critics per environment step, N for N environments that step together; resets count as steps"""
     policy_frequency: int = 2
-    """train the actor after so many updates of the critics, and then as many times in a row"""
+    """train the actor after every N updates of the critics, N times in a row"""
     target_network_frequency: int = 1
     """updates of the critics for each update of the targets"""
     autotune: bool = True
@@ -172,7 +172,7 @@ class Actor(nn.Module):
 def sac_target(
     actor: Actor, critics_target: Critics, alpha: torch.Tensor, batch: Batch, noise: torch.Tensor, args: Args
 ) -> torch.Tensor:
-    """What the critics should say: the soft value (the paper's equations 3 and 5), by the lower of two critics.
+    """The critics' target: the soft value (the paper's equations 3 and 5), by the lower of two critics.
 
     Args:
         alpha: entropy coefficient, [1].
@@ -205,7 +205,7 @@ def alpha_loss(log_alpha: torch.Tensor, log_pi: torch.Tensor, target_entropy: fl
 
 
 class Losses(NamedTuple):
-    """What is logged of an update, which writes it here."""
+    """What an update logs: it writes these tensors."""
 
     qf_values: torch.Tensor  # [2], one number for each critic
     qf_loss: torch.Tensor  # [2]
@@ -229,7 +229,7 @@ class Noise(NamedTuple):
 
     @classmethod
     def draw(cls, actions: torch.Tensor, actor_steps: int) -> "Noise":
-        """For a batch with ``actions`` [B, action_dim] and so many steps of the actor."""
+        """For a batch with ``actions`` [B, action_dim] and that many steps of the actor."""
         noise = actions.new_empty(1 + 2 * actor_steps, *actions.shape).normal_()
         return cls(noise[0], *noise[1:].split(actor_steps)) if actor_steps else cls(noise[0], noise[1:], noise[1:])
 
@@ -352,7 +352,7 @@ def make_executables(observe: Callable, update: Callable, act: Callable, args: A
     """The function ``advance(timestep_cpu, turns) -> actions``, compiled and captured as the flags say.
 
     It observes, takes an update for each of ``turns``, its arguments, and acts: all as one executable for at most one
-    update, in parts for more. ``timestep_cpu`` is pinned where the device is a GPU.
+    update, as several for more. ``timestep_cpu`` is pinned where the device is a GPU.
     """
     # Each is compiled by its first call, so those that a run does not need cost nothing.
     compiled = partial(make_executable, device=device, compile=args.compile, cudagraphs=False, **EXACT_TANH)

@@ -134,7 +134,7 @@ class Actor(nn.Module):
 def td3_target(
     actor_target: Actor, critics_target: Critics, batch: Batch, noise: torch.Tensor, args: Args
 ) -> torch.Tensor:
-    """What the critics should say: clipped double Q-learning, target policy smoothing (the paper's algorithm 1).
+    """The critics' target: clipped double Q-learning, target policy smoothing (the paper's algorithm 1).
 
     Args:
         noise: standard normal, [B, action_dim].
@@ -154,7 +154,7 @@ def critic_loss(q_values: torch.Tensor, next_q_value: torch.Tensor) -> torch.Ten
 
 
 class Losses(NamedTuple):
-    """What is logged of an update, which writes it here."""
+    """What an update logs: it writes these tensors."""
 
     qf_values: torch.Tensor  # [2], one number for each critic
     qf_loss: torch.Tensor  # [2]

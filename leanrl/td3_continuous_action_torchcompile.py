@@ -1,13 +1,13 @@
 """Twin Delayed Deep Deterministic policy gradient (TD3), made fast with torch.compile and CUDA graphs.
 
 The same program as td3_continuous_action.py: read that first, then a diff of the two, which shows what was made fast.
-``--compile``, ``--cudagraphs`` and ``--one-graph`` switch each lever by itself.
+``--compile``, ``--cudagraphs`` and ``--one-graph`` can be switched on one by one.
 
     python leanrl/td3_continuous_action_torchcompile.py --env-id HalfCheetah-v5 --compile
     python leanrl/td3_continuous_action_torchcompile.py --compile --amp bf16       # faster where there are bf16 units
     python leanrl/td3_continuous_action_torchcompile.py --compile --cudagraphs     # on a CUDA device, or --one-graph
 
-What is different, most of it with its measured gain in doc/optimizations.md:
+What differs, most of it with its measured gain in doc/optimizations.md:
 - a step of the environment costs one copy in, one call and one copy out: the call writes the transition to the replay,
   samples a batch, trains critics, actor and targets, and acts;
 - Adam's step is one that torch.compile traces, as it does ``loss.backward()``: an update is one graph;
@@ -152,7 +152,7 @@ class Actor(nn.Module):
 def td3_target(
     actor_target: Actor, critics_target: Critics, batch: Batch, noise: torch.Tensor, args: Args
 ) -> torch.Tensor:
-    """What the critics should say: clipped double Q-learning, target policy smoothing (the paper's algorithm 1).
+    """The critics' target: clipped double Q-learning, target policy smoothing (the paper's algorithm 1).
 
     Args:
         noise: standard normal, [B, action_dim].
@@ -172,7 +172,7 @@ def critic_loss(q_values: torch.Tensor, next_q_value: torch.Tensor) -> torch.Ten
 
 
 class Losses(NamedTuple):
-    """What is logged of an update, which writes it here."""
+    """What an update logs: it writes these tensors."""
 
     qf_values: torch.Tensor  # [2], one number for each critic
     qf_loss: torch.Tensor  # [2]
@@ -280,7 +280,7 @@ def make_executables(observe: Callable, update: Callable, act: Callable, args: A
     """The function ``advance(timestep_cpu, turns) -> actions``, compiled and captured as the flags say.
 
     It observes, takes an update for each of ``turns``, its arguments, and acts: all as one executable for at most one
-    update, in parts for more. ``timestep_cpu`` is pinned where the device is a GPU.
+    update, as several for more. ``timestep_cpu`` is pinned where the device is a GPU.
     """
     # Each is compiled by its first call, so those that a run does not need cost nothing.
     compiled = partial(make_executable, device=device, compile=args.compile, cudagraphs=False)

@@ -124,7 +124,10 @@ def pairs(record: dict) -> str:
 
 
 RENDER: dict[str, Callable[[dict], str]] = {
-    "ablate": lambda record: ablate.render(record["rows"]),
+    # What saves most comes first; start-up saves nothing per step, and keeps its order.
+    "ablate": lambda record: ablate.render(
+        sorted(record["rows"], key=lambda row: row["seconds_saved_per_env_step"] or 0.0, reverse=True)
+    ),
     "compare": lambda record: compare.render_table(record["rows"], record["sweep"]),
     "compile_time": compile_times,
     "pairs": pairs,
