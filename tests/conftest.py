@@ -13,7 +13,7 @@ if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
 
 import torch
 from filelock import FileLock
-from scripts import FINISHED, SCRIPTS, run_tiny, start_process, with_long
+from scripts import FINISHED, SCRIPTS, run_tiny, run_tool_in_process, start_process, with_long
 
 # Files that take longest go first: no worker is to be left alone with one of them at the end.
 LONGEST = {"test_sebulba_failures.py", "test_sebulba_runs.py", "test_resume.py", "test_sebulba_equality.py"}
@@ -81,3 +81,16 @@ def start():
         if process.poll() is None:
             process.kill()
         process.wait()
+
+
+@pytest.fixture
+def refusal(monkeypatch, capsys):
+    """The one line in which a tool refuses these words, with exit code 2."""
+
+    def refusal(tool, *argv) -> str:
+        assert run_tool_in_process(monkeypatch, tool, *argv) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1 and err.startswith(f"{tool.__name__.rpartition('.')[2]}: "), err
+        return err
+
+    return refusal

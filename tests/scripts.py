@@ -2,14 +2,10 @@
 
 import importlib
 import json
-import os
-import pty
-import select
 import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -117,23 +113,6 @@ def run_until(script: str, step: int, *flags, after_an_end: bool = False) -> int
 def start_process(script: str, *flags, **kwargs) -> subprocess.Popen:
     """Starts a script as a process of its own; ``kwargs`` are Popen's."""
     return subprocess.Popen([sys.executable, SOURCE / f"{script}.py", *map(str, flags)], **kwargs)
-
-
-def run_on_a_terminal(script: str, *flags, seconds: float = 240) -> tuple[int, list[str]]:
-    """Runs a script as a process whose stderr is a terminal: its exit code and the lines that this showed."""
-    ours, theirs = pty.openpty()
-    process = start_process(script, *flags, stdout=subprocess.DEVNULL, stderr=theirs)
-    os.close(theirs)
-    deadline, shown = time.monotonic() + seconds, b""
-    try:
-        with suppress(OSError):  # Linux's word for a terminal that nobody writes to any more
-            while select.select([ours], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                shown += os.read(ours, 65536)
-        return process.wait(max(0.0, deadline - time.monotonic())), shown.decode().splitlines()
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
 
 
 def wait_until(condition, process: subprocess.Popen, seconds: float = 300):

@@ -9,6 +9,8 @@ from pathlib import Path
 import psutil
 from scripts import SOURCE, run
 
+from leanrl.sebulba.supervisor import local_store
+
 DISTRIBUTED = ["cleanba_ppo", "cleanba_impala"]
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -76,10 +78,29 @@ def alive(processes: list[psutil.Process]) -> list[int]:
     return [p.pid for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
-def run_alone(monkeypatch, script: str, *flags) -> int:
-    """Runs the only rank of a layout in this process, as torchrun would start it; returns the exit code."""
+def run_alone(monkeypatch, script: str, *flags, environ=ALONE) -> int:
+    """Runs a rank, by default the only one, in this process, as torchrun would start it; returns the exit code."""
     with monkeypatch.context() as patch:
-        for name, value in ALONE.items():
+        for name, value in environ.items():
             patch.setenv(name, value)
         patch.setattr(os, "_exit", sys.exit)
         return run(script, *flags)
+
+
+def run_both(monkeypatch, script: str, *flags, meanwhile=lambda process: None) -> int:
+    """Runs the two ranks of a layout, the first one in this process; returns the exit code of both.
+
+    Args:
+        meanwhile: is called with the process of the second one.
+    """
+    store = local_store()
+    environ = {"WORLD_SIZE": "2", "MASTER_ADDR": store.host, "MASTER_PORT": str(store.port)}
+    environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # no rank holds it
+    process = launch(script, *flags, environ={**environ, "RANK": "1"})
+    try:
+        meanwhile(process)
+        code = run_alone(monkeypatch, script, *flags, environ={**environ, "RANK": "0"})
+    finally:
+        others_code, out = finish(process)
+    assert others_code == code, out
+    return code

@@ -1,12 +1,13 @@
-"""PPO and PQN on Atari from the environments to the loss: games that are written down, and Catch."""
+"""PPO on Atari and PQN from the environments to the loss: games that are written down, and Catch."""
 
 import importlib
+import itertools
 
 import numpy as np
 import pytest
 import torch
 import torch.nn as nn
-from gymnasium.spaces import Discrete
+from gymnasium.spaces import Box, Discrete
 from scripts import ATARI, run, run_tiny, summary
 from test_on_policy_targets import slow_gae, slow_returns
 from torch.distributions import Categorical
@@ -46,25 +47,25 @@ class Games:
         self.values = rng.permutation((TOTAL + 1) * NUM_ENVS).reshape(-1, NUM_ENVS).astype(np.float32) / 100
         self.actions = np.full((TOTAL, NUM_ENVS), -1)  # what was played
 
-    def episodes(self) -> list[tuple[float, int]]:
-        """Score and length of each whole game, in the order of their ends."""
-        found, scores, lengths = [], np.zeros(NUM_ENVS), np.zeros(NUM_ENVS, int)
+    def episodes(self, rewards: np.ndarray, ends: np.ndarray) -> list[tuple[float, int]]:
+        """Return and length of each episode, in the order of their ends."""
+        found, returns, lengths = [], np.zeros(NUM_ENVS), np.zeros(NUM_ENVS, int)
         for t in range(TOTAL):
-            scores += self.scores[t]
+            returns += rewards[t]
             lengths += ~self.resets[t]
-            for n in np.flatnonzero(self.game_over[t]):
-                found.append((scores[n], lengths[n]))
-                scores[n] = lengths[n] = 0
+            for n in np.flatnonzero(ends[t]):
+                found.append((returns[n], lengths[n]))
+                returns[n] = lengths[n] = 0
         return found
 
 
 class Pool:
     """The environments ``part`` of ``games``."""
 
-    single_action_space = Discrete(5)
+    single_observation_space, single_action_space = Box(-np.inf, np.inf, (1,)), Discrete(5)
 
     def __init__(self, games: Games, part: slice) -> None:
-        self.games, self.part, self.t = games, part, -1
+        self.games, self.part, self.t, self.num_envs = games, part, -1, part.stop - part.start
 
     def _obs(self) -> np.ndarray:
         return self.games.values[self.t + 1, self.part, None].copy()
@@ -102,31 +103,34 @@ class PolicyOfGames(nn.Module):
 
 
 class QNetworkOfGames(nn.Module):
-    """[B, 1] -> five actions; the best one, whose value is the observation, is its hundredths modulo 5."""
+    """[..., 1] -> five actions; the best one, whose value is the observation, is its hundredths modulo 5."""
 
-    def __init__(self, num_actions: int) -> None:
+    def __init__(self, *sizes: int) -> None:
         nn.Module.__init__(self)
-        self.scale = nn.Parameter(torch.ones(num_actions))
+        self.scale = nn.Parameter(torch.ones(sizes[-1]))
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
         best = (100 * obs).round() % 5
         return self.scale * obs - (torch.arange(5) - best).abs()
 
 
+EPSILONS = [[f"--start-e={e}", f"--end-e={e}"] for e in (0.0, 0.8)]
+
+
 @pytest.mark.parametrize(
     "script, flags",
     [
         *[(PPO, []), (FAST_PPO, []), (FAST_PPO, ["--num-env-groups=2"])],
-        *[(script, [f"--start-e={e}", f"--end-e={e}"]) for script in (PQN, FAST_PQN) for e in (0.0, 0.8)],
+        *itertools.product([PQN, FAST_PQN, "pqn", "pqn_torchcompile"], EPSILONS),
     ],
     ids=lambda x: x if isinstance(x, str) else " ".join(x),
 )
 def test_the_loss_gets_what_the_games_gave(script, flags, monkeypatch, tmp_path) -> None:
     games, batches, episodes = Games(), [], []
-    module, is_ppo = importlib.import_module(f"leanrl.{script}"), script in (PPO, FAST_PPO)
+    module, is_ppo, on_atari = importlib.import_module(f"leanrl.{script}"), script in (PPO, FAST_PPO), script in ATARI
     loss, record_episodes = module.ppo_loss if is_ppo else module.pqn_loss, Run.record_episodes
 
-    def make_envs(env_id, num_envs, seed, protocol, *, start=0, first_index=0) -> Pool:
+    def make_envs(env_id, num_envs, seed, *protocol_or_backend, start=0, first_index=0) -> Pool:
         return Pool(games, slice(first_index, first_index + num_envs))
 
     def spy_on_loss(network, minibatch, *args):
@@ -141,7 +145,7 @@ def test_the_loss_gets_what_the_games_gave(script, flags, monkeypatch, tmp_path)
         monkeypatch.setattr(module, "Agent", type("Agent", (PolicyOfGames, module.Agent), {}))
     else:
         monkeypatch.setattr(module, "QNetwork", QNetworkOfGames)
-    monkeypatch.setattr(module, "make_atari_envs", make_envs)
+    monkeypatch.setattr(module, "make_atari_envs" if on_atari else "make_envs", make_envs)
     monkeypatch.setattr(module, loss.__name__, spy_on_loss)
     monkeypatch.setattr(Run, "record_episodes", spy_on_episodes)
     flags = [*flags, "--device=cpu", "--num-threads=1", f"--num-envs={NUM_ENVS}", f"--num-steps={NUM_STEPS}"]
@@ -156,7 +160,7 @@ def test_the_loss_gets_what_the_games_gave(script, flags, monkeypatch, tmp_path)
     for i, batch in enumerate(batches[-NUM_ROLLOUTS:]):
         now, with_next = slice(i * NUM_STEPS, (i + 1) * NUM_STEPS), slice(i * NUM_STEPS, (i + 1) * NUM_STEPS + 1)
         outcome = rewards[now], values[with_next], terminations[now], dones[now], 0.97, 0.8
-        expected = {"values": values[now], "actions": torch.as_tensor(games.actions[now])}
+        expected = {"actions": torch.as_tensor(games.actions[now])} | ({"values": values[now]} if on_atari else {})
         if is_ppo:
             advantages = slow_gae(*outcome)
             logprobs = torch.full_like(advantages, -np.log(5))
@@ -178,7 +182,9 @@ def test_the_loss_gets_what_the_games_gave(script, flags, monkeypatch, tmp_path)
         # A fifth of what explores does what is best.
         assert 0.5 < explored < 0.78 if "--start-e=0.8" in flags else explored == 0
     assert len(episodes) > NUM_ROLLOUTS * 2 and games.terminations.sum() > games.game_over.sum() / 2
-    assert episodes == games.episodes()
+    # On Atari those of whole games.
+    counted = (games.scores, games.game_over) if on_atari else (games.rewards, games.terminations | games.truncations)
+    assert episodes == games.episodes(*counted)
 
 
 # --------------------------------------------------------------------------------------------------------------- CATCH

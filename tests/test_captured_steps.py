@@ -42,9 +42,8 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The meta device has no autocast, and is refused where foreach operations clip gradients."""
     clip = torch.nn.utils.clip_grad_norm_
     monkeypatch.setattr("torch.nn.utils.clip_grad._device_has_foreach_support", lambda *_: True)
-    monkeypatch.setattr(
-        torch.nn.utils, "clip_grad_norm_", lambda params, norm, foreach: clip(params, norm, foreach=True)
-    )
+    with_foreach = lambda params, norm, foreach: clip(params, norm, foreach=True)  # noqa: E731
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", with_foreach)
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     monkeypatch.setattr(Float32, "forward", lambda layer, x: super(Float32, layer).forward(x))
 

@@ -26,7 +26,6 @@ from scripts import (
     SCRIPTS,
     files_in,
     run,
-    run_on_a_terminal,
     run_tiny,
     run_until,
     start_process,
@@ -121,11 +120,7 @@ BAD_FLAGS_OFF_POLICY = [
     ["--buffer-size", "3", "--num-envs", "4"],
     ["--buffer-size", str(10**12)],
 ]
-BAD_FLAGS_ATARI = [
-    ["--env-id", "HalfCheetah-v5"],
-    ["--env-id", "Brekout-v5"],
-    ["--env-id", "Catch-v0"],
-]
+BAD_FLAGS_ATARI = [["--env-id", name] for name in ("HalfCheetah-v5", "Brekout-v5", "Catch-v0")]
 BAD_FLAGS_GROUPS = [["--num-env-groups", value] for value in ("0", "3")]  # 3 does not divide
 RATES = [[flag, value] for flag in ("--policy-lr", "--q-lr") for value in ("0.0", "nan")]
 CONTINUOUS = [["--env-id", "CartPole-v1"], ["--policy-frequency", "0"]]
@@ -230,16 +225,8 @@ def test_resume_of_what_is_no_run(refused, tmp_path):
     refused([f"--resume={tmp_path / 'nothing'}"], f"--resume {tmp_path / 'nothing'}: not a run directory")
     (tmp_path / "empty").mkdir()
     refused(["--resume", tmp_path / "empty"], f"--resume {tmp_path / 'empty'}: not a run directory")
-    for content in (
-        "",
-        "[]",
-        "{}",
-        '{"script": "x"',
-        '{"args": 1}',
-        '{"args": {}}',
-        '{"script": "x", "args": {"gamma": 1}}',
-        "\x00\xff",
-    ):
+    damaged = "", "[]", "{}", '{"script": "x"', '{"args": 1}', '{"args": {}}', '{"script": "x", "args": {"gamma": 1}}'
+    for content in (*damaged, "\x00\xff"):
         (tmp_path / "empty" / "args.json").write_text(content)
         refused(["--resume", tmp_path / "empty"], f"--resume {tmp_path / 'empty'}")
     refused(["--resume", tmp_path / "empty" / "args.json"], "--resume ", "not a run directory")
@@ -248,9 +235,8 @@ def test_resume_of_what_is_no_run(refused, tmp_path):
 def test_a_process_refuses_in_one_line(tmp_path):
     """What the tests above see within this process is what a shell sees."""
     script, flags = "ppo_continuous_action_torchcompile", ["--gamma", "1.5", "--env-id", "HalfCheetah"]
-    process = start_process(
-        script, *flags, "--runs-dir", tmp_path / "runs", stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = start_process(script, *flags, "--runs-dir", tmp_path / "runs", **pipes)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 2
     assert out == "" and err.count("\n") == 1 and err.startswith(f"{script}.py: --gamma 1.5: "), err
@@ -345,28 +331,27 @@ def test_default_run_name(script, tmp_path):
 
 
 @pytest.mark.parametrize("script", KINDS[:1])
-def test_a_terminal_is_told_what_next(script, tmp_path, capsys):
+def test_a_terminal_is_told_what_next(script, tmp_path, monkeypatch, capsys):
     """And the command that goes on does."""
-    ended, begun = tmp_path / "a run", tmp_path / "begun"
-    flags = [*tiny(script), "--runs-dir", tmp_path]
-    told = run_on_a_terminal(script, *flags, "--run-name=a run", "--total-timesteps=128", "--save-model")
-    assert told[0] == 0 and told[1][-1] == f"{ended}: play: ./run.sh evaluate '{ended}'", told
+    ended, begun, stopped = (tmp_path / name for name in ("a run", "begun", "stopped"))
 
-    limit = ["--total-timesteps=100000000", "--max-seconds=0.5"]
-    code, lines = run_on_a_terminal(script, *flags, "--run-name=begun", *limit)
+    def told(start, *words) -> str:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys.stderr, "isatty", lambda: True)
+            assert start(script, *words) == 0
+        return capsys.readouterr().err.splitlines()[-1]
+
+    flags = [*tiny(script), "--runs-dir", tmp_path]
+    last = told(run, *flags, "--run-name=a run", "--total-timesteps=128", "--save-model")
+    assert last == f"{ended}: play: ./run.sh evaluate '{ended}'"
+    last = told(run_until, 128, *flags, "--run-name=stopped", "--total-timesteps=640")
+    assert last.endswith(f"; go on: ./run.sh {script} --resume {stopped}")
+
+    last = told(run, *flags, "--run-name=begun", "--total-timesteps=100000000", "--max-seconds=0.5")
     go_on = f"./run.sh {script} --resume {begun} --max-seconds None"
-    assert code == 0 and lines[-1] == f"{begun}: to play it, train with --save-model; go on: {go_on}", lines
+    assert last == f"{begun}: to play it, train with --save-model; go on: {go_on}"
     end = summary(begun)["global_step"] + 128
     assert run(script, *shlex.split(go_on)[2:], f"--total-timesteps={end}") == 0
     assert summary(begun)["global_step"] == end
     out, err = capsys.readouterr()  # which are no terminal
     assert "./run.sh" not in out + err
-
-
-@pytest.mark.parametrize("script", KINDS[:1])
-def test_an_interrupted_run_goes_on(script, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    flags = [*tiny(script), "--total-timesteps=640", "--runs-dir", tmp_path, "--run-name=run"]
-    assert run_until(script, 128, *flags) == 0
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.endswith(f"; go on: ./run.sh {script} --resume {tmp_path / 'run'}")

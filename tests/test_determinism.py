@@ -1,7 +1,7 @@
 """The same seed gives the same losses, another seed gives others."""
 
 import pytest
-from scripts import FAST_SCRIPTS, FINISHED, ON_POLICY, run_tiny, run_until, start_process, tiny, with_long
+from scripts import ATARI, FAST_SCRIPTS, FINISHED, ON_POLICY, PPO, run_tiny, run_until, start_process, tiny, with_long
 
 from leanrl.support.tracking import read_metrics
 
@@ -15,8 +15,9 @@ def losses(run_dir):
 
 
 def test_same_seed_same_losses(script, finished_run, tmp_path):
-    same = losses(run_tiny(script, tmp_path, f"--total-timesteps={FINISHED}", name="same"))
-    assert same == losses(finished_run)
+    same = losses(finished_run)
+    if script in PPO + ATARI:  # the others, even interrupted, come to the same in test_resume.py
+        assert losses(run_tiny(script, tmp_path, f"--total-timesteps={FINISHED}", name="same")) == same
     loss = next(key for key in same[0] if key.endswith(("value_loss", "qf1_loss", "td_loss")))
     flags = [*tiny(script), f"--total-timesteps={FINISHED}", f"--runs-dir={tmp_path}", "--run-name=other", "--seed=2"]
     assert run_until(script, 320, *flags) == 0

@@ -3,10 +3,8 @@
 import platform
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
-import torch
 from scripts import KINDS, run, tiny
 from sebulba_runs import DISTRIBUTED, run_alone
 from sebulba_runs import tiny as tiny_distributed
@@ -88,14 +86,3 @@ def test_bf16_without_units_is_slow(monkeypatch, tmp_path, capsys, script, amp, 
         flags = ["--total-timesteps=64", f"--amp={amp}", f"--runs-dir={tmp_path}", "--run-name=run"]
         assert run(script, *tiny(script), *flags) == 0
     assert capsys.readouterr().err == warning
-
-
-def test_a_thread_waits_for_its_own_stream(monkeypatch):
-    """Waiting for the whole device would wait for the threads that play there, too."""
-    waited = []
-    stream = SimpleNamespace(synchronize=lambda: waited.append("stream"))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waited.append("device"))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    devices.synchronize_stream(torch.device("cuda", 0))
-    devices.synchronize_stream(torch.device("cpu"))
-    assert waited == ["stream"]

@@ -1,91 +1,47 @@
-"""Uploads to a stand-in of the Hugging Face Hub on this machine."""
+"""Uploads to the Hugging Face Hub: what its library is asked for, which sends nothing here."""
 
-import base64
-import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from unittest.mock import create_autospec
 
 import pytest
-from sebulba_runs import finish, last_line, launch, tiny
+from sebulba_runs import run_alone, tiny
 
-pytest.importorskip("huggingface_hub", reason="requirements/requirements-hub.txt is not installed")
-
-
-class StandIn(BaseHTTPRequestHandler):
-    """What the Hub answers when a repository is made and files are committed to it; it keeps them in ``server``."""
-
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        server = self.server
-        if self.headers.get("Authorization") != "Bearer hf_right":
-            return self.answer(401, {"error": "Invalid username or password."})
-        if self.path == "/api/validate-yaml":  # of the model card
-            return self.answer(200, {"errors": [], "warnings": []})
-        if self.path == "/api/repos/create":
-            told = json.loads(body)
-            server.repo = f"{told.get('organization') or 'me'}/{told['name']}"
-            return self.answer(200, {"url": f"http://{self.headers['Host']}/{server.repo}", "name": server.repo})
-        if self.path == f"/api/models/{server.repo}/preupload/main":
-            files = [{"path": f["path"], "uploadMode": "regular"} for f in json.loads(body)["files"]]
-            return self.answer(200, {"files": [{**f, "shouldIgnore": False} for f in files]})
-        if self.path.startswith(f"/api/models/{server.repo}/commit/main"):
-            for line in map(json.loads, body.splitlines()):
-                if line["key"] == "file":
-                    server.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-            where = f"http://{self.headers['Host']}/{server.repo}/commit/1"
-            return self.answer(200, {"success": True, "commitOid": "1", "commitUrl": where, "hookOutput": ""})
-        return self.answer(404, {"error": f"no such address {self.path}"})
-
-    def do_GET(self):
-        self.answer(200, {"lfs": [], "text": []})
-
-    def answer(self, code, content):
-        data = json.dumps(content).encode()
-        self.send_response(code)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *args):
-        pass
+huggingface_hub = pytest.importorskip("huggingface_hub", reason="requirements/requirements-hub.txt is not installed")
 
 
 @pytest.fixture
-def hub():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), StandIn)
-    server.repo, server.files = "none/yet", {}
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+def api(monkeypatch):
+    """Somebody is logged in; of the library's calls only the arguments are checked."""
+    api = create_autospec(huggingface_hub.HfApi, instance=True)
+    api.create_repo.side_effect = lambda name, **_: huggingface_hub.RepoUrl(f"https://huggingface.co/{name}")
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: api)
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_token")
+    return api
 
 
-def upload(tmp_path, hub, token, *flags):
-    environ = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path / "hf")}
-    environ |= {"HF_TOKEN": token, "NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    process = launch("cleanba_ppo", *tiny(tmp_path, "--total-timesteps=512", "--upload-model", *flags), environ=environ)
-    return finish(process)
+def upload(monkeypatch, tmp_path, *flags) -> int:
+    flags = tiny(tmp_path, "--total-timesteps=512", "--upload-model", *flags)
+    return run_alone(monkeypatch, "cleanba_ppo", *flags)
 
 
-@pytest.mark.long
-def test_a_model_is_uploaded(tmp_path, hub):
-    code, out = upload(tmp_path, hub, "hf_right", "--hf-entity=us")
-    assert code == 0, out
-    assert hub.repo == "us/CartPole-v1-cleanba_ppo-seed1" and hub.repo in last_line(out)
-    assert set(hub.files) == {"model.pt", "args.json", "summary.json", "metrics.jsonl", "README.md"}
-    assert hub.files["model.pt"] == (tmp_path / "run" / "model.pt").read_bytes()
-    assert "512 environment steps" in hub.files["README.md"].decode()
+def test_a_model_is_uploaded(monkeypatch, capsys, tmp_path, api):
+    assert upload(monkeypatch, tmp_path, "--hf-entity=us") == 0
+    repo, files = api.create_commit.call_args.args
+    assert repo == "us/CartPole-v1-cleanba_ppo-seed1" and repo in capsys.readouterr().out.splitlines()[-1]
+    content = {file.path_in_repo: file.path_or_fileobj for file in files}
+    assert set(content) == {"model.pt", "args.json", "summary.json", "metrics.jsonl", "README.md"}
+    assert content["model.pt"] == str(tmp_path / "run" / "model.pt") and (tmp_path / "run" / "model.pt").exists()
+    assert "512 environment steps" in content["README.md"].decode()
 
 
-@pytest.mark.long
-def test_a_refused_upload_keeps_the_model(tmp_path, hub):
-    code, out = upload(tmp_path, hub, "hf_wrong")
-    assert code == 1 and "RuntimeError: --upload-model: " in last_line(out)
-    assert (tmp_path / "run" / "model.pt").exists() and not hub.files
+def test_a_refused_upload_keeps_the_model(monkeypatch, capsys, tmp_path, api):
+    api.create_repo.side_effect = ValueError("Invalid username or password.")
+    assert upload(monkeypatch, tmp_path) == 1
+    assert "RuntimeError: --upload-model: Invalid username" in capsys.readouterr().err.splitlines()[-1]
+    assert (tmp_path / "run" / "model.pt").exists()
 
 
-def test_nobody_logged_in_is_told_at_once(tmp_path, hub):
-    code, out = upload(tmp_path, hub, "")
-    assert code == 2 and out.count("\n") == 1
-    assert "--upload-model: nobody is logged in" in out and not (tmp_path / "run").exists()
+def test_nobody_logged_in_is_told_at_once(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    assert upload(monkeypatch, tmp_path) == 2
+    err = capsys.readouterr().err
+    assert "--upload-model: nobody is logged in" in err and err.count("\n") == 1 and not (tmp_path / "run").exists()

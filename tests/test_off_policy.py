@@ -10,7 +10,6 @@ import pytest
 from gymnasium.envs.classic_control import CartPoleEnv
 from gymnasium.envs.mujoco.hopper_v5 import HopperEnv
 from scripts import (
-    FAST_SCRIPTS,
     OFF_POLICY,
     course,
     leaves,
@@ -28,8 +27,6 @@ from leanrl.support.checkpoints import list_checkpoints
 from leanrl.support.envs import SerialVectorEnv
 from leanrl.support.run import Run
 from leanrl.support.tracking import read_metrics
-
-FAST = [script for script in OFF_POLICY if script in FAST_SCRIPTS]
 
 
 def assert_same_run(run_dir, uninterrupted):
@@ -67,7 +64,8 @@ def test_resume_is_exact(script, tmp_path):
     assert summary(run_dir)["optimizer_steps"] == ((400 - 48) * 3 // 10 if script in OFF_POLICY else 200)
 
 
-@pytest.mark.parametrize("script", with_long(FAST, long=["sac_continuous_action_torchcompile", "dqn_torchcompile"]))
+# The fast variants; SAC's and DQN's only with --all.
+@pytest.mark.parametrize("script", with_long(OFF_POLICY[1::2], long=[OFF_POLICY[1], OFF_POLICY[5]]))
 def test_resume_of_a_compiled_run_is_exact(script, tmp_path):
     """Compilation and its warm-up leave no trace."""
     straight, run_dir = tmp_path / "straight", tmp_path / "run"
@@ -204,9 +202,8 @@ def test_the_replay_holds_what_happened(script, short_env_ids, stream, tmp_path)
     """All but the steps that only reset; where time ran out, the true last observation and no termination."""
     num_envs = 3
     env_id = short_env_ids["CartPole" if script.startswith("dqn") else "Hopper"]
-    rows = replay_rows(
-        run_tiny(script, tmp_path, f"--env-id={env_id}", f"--num-envs={num_envs}", "--total-timesteps=600")
-    )
+    flags = [f"--env-id={env_id}", f"--num-envs={num_envs}", "--total-timesteps=600"]
+    rows = replay_rows(run_tiny(script, tmp_path, *flags))
 
     ((last_obs,), *steps) = stream
     over = np.zeros(num_envs, bool)

@@ -87,14 +87,11 @@ def test_interrupted_runs_come_to_the_same_end(script, finished_run, tmp_path, c
 
 
 # As processes: one of each kind, and one whose environments are threads.
-@pytest.mark.parametrize(
-    "script, signals",
-    [
-        (KINDS[0], [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]),
-        (KINDS[1], [signal.SIGTERM]),
-        ("ppo_atari_envpool_torchcompile", [signal.SIGTERM]),
-    ],
-)
+SIGNALS = {KINDS[0]: [signal.SIGUSR1, signal.SIGINT], KINDS[1]: [signal.SIGTERM]}
+SIGNALS |= {"ppo_atari_envpool_torchcompile": [signal.SIGTERM]}
+
+
+@pytest.mark.parametrize("script, signals", SIGNALS.items())
 def test_signals_stop_a_run_and_resume_continues_it(script, signals, start, tmp_path):
     run_dir = tmp_path / "run"
     flags = [*tiny(script), "--total-timesteps", 10**9, "--runs-dir", tmp_path, "--run-name", "run"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from scripts import newest_checkpoint, summary
-from sebulba_runs import DISTRIBUTED, finish, launch, run_alone, tiny
+from sebulba_runs import DISTRIBUTED, finish, launch, run_alone, run_both, tiny
 from torch.utils._pytree import tree_flatten_with_path
 
 import leanrl.cleanba_ppo as ppo
@@ -21,20 +21,24 @@ UPDATES = 20
 ARGS = Args(num_envs=16, num_shards=4, num_steps=16, updates=UPDATES)
 
 
-def run_here(monkeypatch, folder, run):
-    """``execute`` of a layout of one process, without the start of two."""
-    assert run_alone(monkeypatch, run.script, *command(run, ARGS, folder)[2:]) == 0
+def run_here(monkeypatch, folder, run, run_ranks=run_alone):
+    """``execute`` of a layout of one process, without the start of two, or of two with ``run_both``."""
+    assert run_ranks(monkeypatch, run.script, *command(run, ARGS, folder)[2:]) == 0
     leaves, _ = tree_flatten_with_path(newest_checkpoint(folder / run.name)[1]["script"])
     return {str(path): leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
 
 
-# The first one's learners are listed in another order than their ranks'. Two groups: see test_two_steps_of_a_job
-@pytest.mark.parametrize("script, lag, layout", [("cleanba_ppo", 0, "a0-l1,0-d1"), ("cleanba_impala", 1, "a0-l1,2-d1")])
+# The first one's learners are listed in another order than their ranks'.
+LAYOUTS = [("cleanba_ppo", 0, "a0-l1,0-d1"), ("cleanba_impala", 1, "a0-l1,2-d1"), ("cleanba_impala", 1, "a0-l0-d2")]
+
+
+@pytest.mark.parametrize("script, lag, layout", LAYOUTS)
 def test_layouts_learn_the_same(monkeypatch, tmp_path, script, lag, layout):
     alone = run_here(monkeypatch, tmp_path, Run(script, "a0-l0-d1", lag, True, UPDATES))
     assert summary(tmp_path / Run(script, "a0-l0-d1", lag, True, UPDATES).name)["optimizer_steps"] >= 2 * UPDATES
     run = Run(script, layout, lag, True, UPDATES)
-    assert fingerprint(execute(run, ARGS, tmp_path)) == fingerprint(alone)
+    ours = run_here(monkeypatch, tmp_path, run, run_both) if layout == "a0-l1,0-d1" else execute(run, ARGS, tmp_path)
+    assert fingerprint(ours) == fingerprint(alone)
     lags = [row["stats/policy_lag"] for row in read_metrics(tmp_path / run.name)]
     assert lags and set(lags) == {float(lag)}
 

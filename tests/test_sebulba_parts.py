@@ -15,7 +15,6 @@ import leanrl.sebulba.collectives as collectives
 from leanrl.sebulba.actor import ActingAgent, ActorThread
 from leanrl.sebulba.args import SebulbaArgs, pool_threads
 from leanrl.sebulba.collectives import sum_in_order
-from leanrl.sebulba.environments import make_pool
 from leanrl.sebulba.layout import Layout, parse_layout
 from leanrl.sebulba.mailbox import Mailbox, Stalled, Stopped
 from leanrl.sebulba.pipeline import version_for
@@ -29,17 +28,9 @@ from leanrl.support.errors import UsageError
 
 # (layout, actor threads, environments of each) with 96 environments in all.
 LAYOUTS = [
-    ("a0-l0-d1", 2, 48),
-    ("a0-l0,1-d1", 2, 48),
-    ("a0-l1,2-d1", 1, 96),
-    ("a0-l1,2,3-d1", 2, 48),
-    ("a0-l1,2,3,4,5,6-d1", 2, 48),
-    ("a0,1-l2,3-d1", 3, 16),
-    ("a0-l0-d2", 2, 24),
-    ("a0-l1,2-d3", 4, 8),
-    ("a2,0-l0,5-d2", 3, 8),
-    ("a0-l1,0-d1", 2, 48),
-    ("a0,1-l2,1-d2", 2, 12),
+    *[(text, 2, 48) for text in ["a0-l0-d1", "a0-l0,1-d1", "a0-l1,0-d1", "a0-l1,2,3-d1", "a0-l1,2,3,4,5,6-d1"]],
+    *[("a0-l1,2-d1", 1, 96), ("a0,1-l2,3-d1", 3, 16), ("a0-l0-d2", 2, 24), ("a0-l1,2-d3", 4, 8)],
+    *[("a2,0-l0,5-d2", 3, 8), ("a0,1-l2,1-d2", 2, 12)],
 ]
 
 
@@ -79,18 +70,8 @@ def test_a_shard_has_the_same_environments_in_every_layout():
 
 
 def test_ranks_and_names():
-    assert [part.name for part in layout_of("a0-l1,2-d1", 2, 48).parts] == [
-        "actor 0 (rank 0)",
-        "learner 0 (rank 1)",
-        "learner 1 (rank 2)",
-    ]
-    parts = layout_of("a0-l0,1-d2", 2, 24).parts
-    assert [part.name for part in parts] == [
-        "actor 0 and learner 0 (rank 0)",
-        "learner 1 (rank 1)",
-        "actor 1 and learner 2 (rank 2)",
-        "learner 3 (rank 3)",
-    ]
+    parts, names = layout_of("a0-l0,1-d2", 2, 24).parts, ["actor 0 and learner 0 (rank 0)", "learner 1 (rank 1)"]
+    assert [part.name for part in parts] == [*names, "actor 1 and learner 2 (rank 2)", "learner 3 (rank 3)"]
     assert [part.device_id for part in parts] == [0, 1, 0, 1]
 
 
@@ -115,15 +96,6 @@ def test_layouts_that_cannot_be(text, threads, envs, shards, flag):
 def test_what_is_no_layout(text):
     with pytest.raises(UsageError, match="not a layout"):
         parse_layout(text)
-
-
-def test_exact_reduction_wants_whole_shards_in_a_thread():
-    args = SebulbaArgs(local_num_envs=8, num_actor_threads=2, exact_reduction=True)
-    args.num_minibatches = args.num_steps = 1
-    with pytest.raises(UsageError, match="--num-shards 2") as error:
-        Layout.of(args)
-    args.num_shards = int(str(error.value).rsplit(" ", 1)[1])
-    assert Layout.of(args).shard_size == 8
 
 
 # ------------------------------------------------------------------------------------------------------------- SLURM
@@ -153,16 +125,11 @@ def test_slurm_variables_that_make_no_sense(name, value):
         slurm_task(environ)
 
 
-@pytest.mark.parametrize(
-    "nodelist, host",
-    [
-        ("localhost", "localhost"),
-        ("gpu07,gpu08", "gpu07"),
-        ("gpu[07-09,12],login", "gpu07"),
-        ("gpu[7,9]", "gpu7"),
-        ("a[01-02]-b,c", "a01-b"),
-    ],
-)
+HOSTS = {"localhost": "localhost", "gpu07,gpu08": "gpu07", "gpu[07-09,12],login": "gpu07"}
+HOSTS |= {"gpu[7,9]": "gpu7", "a[01-02]-b,c": "a01-b"}
+
+
+@pytest.mark.parametrize("nodelist, host", HOSTS.items())
 def test_the_first_host_of_a_node_list(nodelist, host):
     assert first_host(nodelist) == host
 
@@ -204,9 +171,8 @@ def test_threads_get_exactly_the_version_that_is_due(monkeypatch, lag):
     """Two threads and a learner, as fast as they can: the schedule alone keeps versions apart."""
     for name, value in ALONE.items():
         monkeypatch.setenv(name, value)
-    args = ppo.Args(
-        env_id="CartPole-v1", local_num_envs=1, num_steps=1, total_timesteps=600, policy_lag=lag, timeout=20
-    )
+    sizes = {"local_num_envs": 1, "num_steps": 1, "total_timesteps": 600}
+    args = ppo.Args(env_id="CartPole-v1", policy_lag=lag, timeout=20, **sizes)
     start, errors = resolve_start(args), []
     agents = [ActingAgent(torch.nn.Linear(1, 1, bias=False), "none") for _ in range(2)]
     threads = [ActorThread(start, i, agent, 0, lambda *error: errors.append(error)) for i, agent in enumerate(agents)]
@@ -297,33 +263,9 @@ def test_gumbel_noise_samples_the_softmax():
 
 
 def test_permutations_depend_on_seed_shard_and_iteration_alone():
-    drawn = [
-        shard_generator(*words).permutation(100) for words in ((1, 2, 3), (1, 2, 3), (2, 2, 3), (1, 3, 3), (1, 2, 4))
-    ]
+    keys = (1, 2, 3), (1, 2, 3), (2, 2, 3), (1, 3, 3), (1, 2, 4)
+    drawn = [shard_generator(*key).permutation(100) for key in keys]
     assert np.array_equal(drawn[0], drawn[1]) and len(np.unique(drawn, axis=0)) == 4
-
-
-def test_pools_of_one_run_are_slices_of_one_big_pool():
-    """Environment k plays the same wherever it is, and no two play alike."""
-
-    def play(pool):
-        obs = [pool.reset()[0]]
-        for _ in range(30):
-            obs.append(pool.step(np.ones(pool.num_envs, np.int64))[0])
-        pool.close()
-        return np.stack(obs)
-
-    whole = play(make_pool("CartPole-v1", range(6), 1, "cleanba", num_threads=2))
-    assert np.array_equal(whole[:, 2:5], play(make_pool("CartPole-v1", range(2, 5), 1, "cleanba")))
-    assert len(np.unique(whole[0], axis=0)) == 6
-    resumed = play(make_pool("CartPole-v1", range(6), 1, "cleanba", start=64))
-    assert len(np.unique(np.concatenate([whole[0], resumed[0]]), axis=0)) == 12
-
-
-@pytest.mark.parametrize("env_id", ["CartPol-v1", "HalfCheetah-v4", "Breakout"])
-def test_environments_that_cannot_be_learned(env_id):
-    with pytest.raises(UsageError, match=f"^--env-id {env_id}: "):
-        make_pool(env_id, range(1), 1, "cleanba")
 
 
 # ----------------------------------------------------------------------------------------------------------- ROLLOUT

@@ -22,13 +22,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from gymnasium.spaces import Box, Discrete
-from scripts import course, leaves, newest_checkpoint, run, run_on_a_terminal, summary
-from sebulba_runs import DISTRIBUTED, finish, last_line, launch, ranks_of, run_alone, tiny, wait_for_log
+from scripts import course, leaves, newest_checkpoint, run, summary
+from sebulba_runs import DISTRIBUTED, finish, last_line, launch, ranks_of, run_alone, run_both, tiny, wait_for_log
 
 from leanrl import cleanba_ppo
 from leanrl.sebulba.actor import ThreadRollout
 from leanrl.sebulba.collectives import RUN, Collectives, sum_in_order
 from leanrl.sebulba.layout import Layout
+from leanrl.sebulba.pipeline import Pipeline
 from leanrl.sebulba.rollout import Rollout
 from leanrl.sebulba.start import FIRST_PORT, NUM_PORTS
 from leanrl.sebulba.status import PeerLost
@@ -65,10 +66,13 @@ def free_port():
 
 
 @pytest.mark.parametrize("script", DISTRIBUTED)
-def test_a_run_and_its_records(monkeypatch, tmp_path, script):
-    flags = tiny(tmp_path, "--total-timesteps=5200", "--save-model", "--snapshot-seconds=0.001")
-    assert run_alone(monkeypatch, script, *flags) == 0
+def test_a_run_and_its_records(monkeypatch, capsys, tmp_path, script):
     run_dir = tmp_path / "run"
+    flags = tiny(tmp_path, "--total-timesteps=5200", "--save-model", "--snapshot-seconds=0.001")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.stderr, "isatty", lambda: True)  # a terminal is told what next
+        assert run_alone(monkeypatch, script, *flags) == 0
+    assert capsys.readouterr().err.splitlines()[-1].endswith(f"{run_dir}: play: ./run.sh evaluate {run_dir}")
     first, *_, last = sorted((run_dir / "snapshots").iterdir())
     assert (first.name, last.name) == ("step_000000000256.pt", "step_000000005120.pt")
     weights = [torch.load(path, weights_only=True)["model"]["agent"] for path in (first, last, run_dir / "model.pt")]
@@ -111,13 +115,9 @@ def test_a_trained_agent_is_evaluated(monkeypatch, tmp_path):
 
 
 def test_models_with_one_hidden_layer_still_load():
-    space = Box(0, 255, (4, 20, 20), np.uint8)
-    torch.manual_seed(0)
-    agent = cleanba_ppo.make_agent(space, 3, cleanba_ppo.Args(channels=(4,), hiddens=(32,)))
-    model = {"agent": agent.state_dict(), "network": {"torso": "impala", "channels": [4], "hidden": 32}}
-    spaces = SimpleNamespace(single_observation_space=space, single_action_space=Discrete(3))
-    obs = np.zeros((1000, *space.shape), np.uint8)
-    assert set(cleanba_ppo.load_policy(in_todays_layout(model), spaces)(obs)) == {0, 1, 2}
+    network = in_todays_layout({"network": {"torso": "impala", "channels": [4], "hidden": 32}})["network"]
+    assert network == {"torso": "impala", "channels": [4], "hiddens": [32]}
+    assert network.keys() == set(cleanba_ppo.NETWORK_FLAGS)
 
 
 def test_a_saved_agent_acts_as_in_training():
@@ -129,15 +129,6 @@ def test_a_saved_agent_acts_as_in_training():
     obs = torch.randn(1, 4)
     frequencies = np.bincount(policy(obs.expand(10_000, -1).numpy())) / 10_000
     assert frequencies == pytest.approx(agent(obs)[0].softmax(1)[0].tolist(), abs=0.02) and max(frequencies) < 0.9
-
-
-def test_an_agent_plays_what_gymnasium_does_not_have(monkeypatch, tmp_path):
-    flags = tiny(tmp_path, "--env-id=Catch-v0", "--total-timesteps=512", "--save-model")
-    assert run_alone(monkeypatch, "cleanba_ppo", *flags) == 0
-    returns = play(tmp_path / "run", episodes=6)
-    assert len(returns) == 6 and set(returns) <= {-1.0, 1.0} and play(tmp_path / "run", episodes=6) == returns
-    with pytest.raises(UsageError, match="cannot film Catch-v0"):
-        play(tmp_path / "run", episodes=1, video=tmp_path / "video.mp4")
 
 
 @pytest.mark.parametrize("protocol", ["cleanba", "cleanrl"])
@@ -154,21 +145,32 @@ def last_step(run_dir):
     return summary(run_dir)["global_step"]
 
 
-def test_signals_stop_all_ranks_and_resume_continues(tmp_path):
+def at_rollout(monkeypatch, number, act):
+    """Calls ``act`` when this process comes to a rollout."""
+    exchange = Pipeline.exchange
+
+    def watched(self, due, stop):
+        if due == number:
+            act()
+        return exchange(self, due, stop)
+
+    monkeypatch.setattr(Pipeline, "exchange", watched)
+
+
+def test_signals_stop_all_ranks_and_resume_continues(monkeypatch, tmp_path):
     """The signal reaches a learner that does not lead."""
+
+    def signal_later(process):
+        at_rollout(monkeypatch, 3, lambda: process.send_signal(signal.SIGUSR1))
+
     flags = tiny(tmp_path, "--learner-device-ids", 0, 1, "--total-timesteps=1000000", "--checkpoint-every=100000000")
-    process = launch("cleanba_ppo", *flags)
-    wait_for_log(tmp_path / "run", process, points=3)
-    ranks_of(process)[1].send_signal(signal.SIGUSR1)
-    code, out = finish(process)
-    assert code == 0 and "Traceback" not in out
+    assert run_both(monkeypatch, "cleanba_ppo", *flags, meanwhile=signal_later) == 0
     result = summary(tmp_path / "run")
     step = result["global_step"]
     assert result["interrupted"] and step < 1_000_000
     assert newest_checkpoint(tmp_path / "run")[0] == step == read_metrics(tmp_path / "run")[-1]["global_step"]
-    process = launch("cleanba_ppo", "--resume", tmp_path / "run", "--total-timesteps", str(step + 1024))
-    code, out = finish(process)
-    assert code == 0, out
+    flags = ["--resume", tmp_path / "run", f"--total-timesteps={step + 1024}"]
+    assert run_both(monkeypatch, "cleanba_ppo", *flags) == 0
     assert [row["global_step"] for row in read_metrics(tmp_path / "run")] == list(range(256, step + 1025, 256))
     result = summary(tmp_path / "run")
     assert result["optimizer_steps"] == result["global_step"] // 256 * 8 and not result["interrupted"]
@@ -176,12 +178,11 @@ def test_signals_stop_all_ranks_and_resume_continues(tmp_path):
     assert rates[-1] == pytest.approx(2.5e-4 * 256 / (step + 1024))
 
 
-def test_a_signal_to_an_actor_stops_all(tmp_path):
-    process = launch("cleanba_ppo", *tiny(tmp_path, "--learner-device-ids", 1, "--total-timesteps=1000000"))
-    wait_for_log(tmp_path / "run", process, points=3)
-    ranks_of(process)[0].send_signal(signal.SIGTERM)
-    code, out = finish(process)
-    assert code == 0 and summary(tmp_path / "run")["interrupted"], out
+def test_a_signal_to_an_actor_stops_all(monkeypatch, tmp_path):
+    at_rollout(monkeypatch, 3, lambda: signal.raise_signal(signal.SIGTERM))
+    flags = tiny(tmp_path, "--learner-device-ids", 1, "--total-timesteps=1000000")
+    assert run_both(monkeypatch, "cleanba_ppo", *flags) == 0
+    assert summary(tmp_path / "run")["interrupted"] and last_step(tmp_path / "run") < 1_000_000
 
 
 def test_a_stop_finishes_the_update_and_no_more(monkeypatch, tmp_path):
@@ -250,18 +251,12 @@ def test_resuming_with_other_groups_is_refused(monkeypatch, capsys, tmp_path):
 
 def test_groups_with_other_flags_are_refused(tmp_path, free_port):
     """Each is valid by itself; together they would train, and nobody could repeat it."""
-    slurm = {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2"}
-    slurm["MASTER_PORT"] = str(free_port)
-    flags = tiny(tmp_path, "--distributed", "--total-timesteps=1024")
-    groups = [
-        launch("cleanba_impala", *flags, f"--seed={seed}", environ={**slurm, "SLURM_PROCID": str(i)})
-        for i, seed in enumerate((1, 2))
-    ]
+    place, flags = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port}, tiny(tmp_path)
+    groups = [launch("cleanba_impala", *flags, f"--seed={i}", environ={**place, "RANK": i}) for i in "01"]
     (lead_code, _), (code, out) = map(finish, groups)
     assert lead_code == 1 and code == 2, out
-    assert last_line(out).endswith(
-        "learner 1 (rank 1) was started with other flags than actor 0 and learner 0 (rank 0)"
-    )
+    names = "learner 1 (rank 1)", "actor 0 and learner 0 (rank 0)"
+    assert last_line(out).endswith("{} was started with other flags than {}".format(*names))
 
 
 def test_a_group_that_never_comes_is_not_waited_for_long(monkeypatch, free_port):
@@ -271,29 +266,6 @@ def test_a_group_that_never_comes_is_not_waited_for_long(monkeypatch, free_port)
     layout = Layout((0,), (0,), num_groups=2)
     with pytest.raises(PeerLost, match=f"did not all come to 127.0.0.1:{free_port} within --start-timeout 1 s"):
         Collectives(layout, layout.parts[1], torch.device("cpu"), cleanba_ppo.Args(start_timeout=1))
-
-
-def test_two_steps_of_a_job_run_side_by_side(monkeypatch, tmp_path, free_port):
-    """On one host, each with two groups: neither run sees anything of the other, and both equal that of one group."""
-    slurm = {"SLURM_JOB_ID": str(int(free_port) - FIRST_PORT), "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2"}
-    flags = ["--exact-reduction", "--num-shards=2", "--total-timesteps=2560"]
-    groups = [
-        launch(
-            "cleanba_impala",
-            *tiny(tmp_path / step, *flags, "--distributed", "--num-actor-threads=1", f"--seed={step}"),
-            environ={**slurm, "SLURM_STEP_ID": step, "SLURM_PROCID": task},
-        )
-        for task, step in itertools.product("01", "01")
-    ]
-    for code, out in map(finish, groups):
-        assert code == 0, out
-    states = []
-    for step in "01":
-        assert run_alone(monkeypatch, "cleanba_impala", *tiny(tmp_path / "one" / step, *flags, f"--seed={step}")) == 0
-        ours, theirs = (newest_checkpoint(folder / step / "run") for folder in (tmp_path, tmp_path / "one"))
-        assert ours[0] == theirs[0] == 2560
-        states += [leaves(state["script"]) for _, state in (ours, theirs)]
-    assert states[0] == states[1] != states[2] == states[3]
 
 
 def meets(monkeypatch, rank: int, port: int) -> None:
@@ -387,14 +359,6 @@ def test_stops_on_a_return_and_on_time(monkeypatch, tmp_path):
     assert newest_checkpoint(tmp_path / "time" / "run")[1]["run"]["training_seconds"] >= 3
     assert summary(tmp_path / "time" / "run")["global_step"] > result["global_step"]
     assert not summary(tmp_path / "time" / "run")["interrupted"]
-
-
-def test_a_terminal_is_told_what_next(tmp_path):
-    flags = tiny(tmp_path, "--total-timesteps=512", "--save-model", "--learner-device-ids", 0, 1)
-    code, lines = run_on_a_terminal("cleanba_ppo", *flags)
-    run_dir = tmp_path / "run"
-    assert code == 0 and lines[-1] == f"{run_dir}: play: ./run.sh evaluate {run_dir}", lines
-    assert (run_dir / "model.pt").exists()
 
 
 # ---------------------------------------------------------------------------------------------------------- LAUNCHERS
@@ -500,10 +464,8 @@ def test_compiled_updates_equal_eager_ones(script, mode, device):
 @pytest.mark.long
 @pytest.mark.parametrize("script", DISTRIBUTED)
 def test_compiled_runs_learn(tmp_path, script):
-    flags = tiny(
-        tmp_path, "--compile", "--learner-device-ids", 0, 1, "--total-timesteps=100000", "--num-actor-threads=1"
-    )
-    code, out = finish(launch(script, *flags), 240)
+    flags = tiny(tmp_path, "--learner-device-ids", 0, 1, "--total-timesteps=100000", "--num-actor-threads=1")
+    code, out = finish(launch(script, *flags, "--compile"), 240)
     assert code == 0, out
     assert summary(tmp_path / "run")["episodic_return"] > 40
 
@@ -514,53 +476,43 @@ BAD = [
     *[[flag, "0"] for flag in ("--local-num-envs", "--num-actor-threads", "--num-shards", "--num-steps")],
     *[[flag, "0"] for flag in ("--num-minibatches", "--log-frequency", "--env-threads", "--total-timesteps")],
     *[[flag, "0.0"] for flag in ("--timeout", "--learning-rate", "--max-grad-norm", "--max-seconds")],
+    *[[flag, "0"] for flag in ("--gradient-accumulation-steps", "--evaluate-episodes", "--hiddens")],
     *[["--gamma", value] for value in ("1.5", "nan")],
-    ["--policy-lag", "-1"],
-    ["--timeout", "1.9"],
-    ["--start-timeout", "0.5"],
     *[["--target-return", value] for value in ("nan", "inf")],
-    ["--num-minibatches", "7"],
-    ["--num-shards", "3"],  # 16 environments
-    ["--learner-device-ids", "1", "1"],
-    ["--actor-device-ids", "-1"],
-    ["--total-timesteps", "255"],
-    ["--env-id", "CartPol-v1"],
-    ["--env-id", "Pendulum-v1"],
-    ["--torso", "impala"],
-    ["--device", "cuda:1"],
-    ["--device", "nonsense"],
-    ["--gradient-accumulation-steps", "0"],
-    ["--evaluate-episodes", "0"],
-    ["--hiddens", "0"],
+    *[["--env-id", name] for name in ("CartPol-v1", "Pendulum-v1")],
+    *[["--device", name] for name in ("cuda:1", "nonsense")],
+    *[["--policy-lag", "-1"], ["--timeout", "1.9"], ["--start-timeout", "0.5"], ["--total-timesteps", "255"]],
+    *[["--num-minibatches", "7"], ["--num-shards", "3"]],  # of 16 environments
+    *[["--learner-device-ids", "1", "1"], ["--actor-device-ids", "-1"], ["--torso", "impala"], ["--seed", str(2**32)]],
 ]
 
 
 @pytest.mark.parametrize("script", DISTRIBUTED)
 @pytest.mark.parametrize("flags", BAD, ids=" ".join)
-def test_bad_values_are_one_line_and_nothing_is_written(capsys, tmp_path, script, flags):
-    assert run(script, *tiny(tmp_path / "runs"), *flags) == 2
+def test_bad_values_are_one_line_and_nothing_is_written(monkeypatch, capsys, tmp_path, script, flags):
+    """By a launcher; and, of the other script, by the only rank of a layout, as torchrun starts it without one."""
+    launched = script == "cleanba_ppo" or "device-ids" in flags[0]
+    start = run if launched else partial(run_alone, monkeypatch)
+    assert start(script, *tiny(tmp_path / "runs"), *flags) == 2
     out, err = capsys.readouterr()
     assert err.startswith(f"{script}.py: {' '.join(flags)}: ") and err.count("\n") == 1 and out == "", err
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        (["--cudagraphs"], "--cudagraphs needs a CUDA device"),
-        (["--capture-video"], "--capture-video: "),
-        (["--distributed"], "--distributed: SLURM_JOB_ID is not set"),
-        (["--exact-reduction"], "use --num-shards 2"),
-        (
-            ["--num-minibatches=3", "--gradient-accumulation-steps=2"],
-            "--num-minibatches 3: times --gradient-accumulation",
-        ),
-    ],
-)
+MORE_BAD = {
+    "--cudagraphs": "--cudagraphs needs a CUDA device",
+    "--capture-video": "--capture-video: ",
+    "--distributed": "--distributed: SLURM_JOB_ID is not set",
+    "--exact-reduction": "use --num-shards 2",
+    "--num-minibatches=3 --gradient-accumulation-steps=2": "--num-minibatches 3: times --gradient-accumulation",
+}
+
+
+@pytest.mark.parametrize("flags, words", MORE_BAD.items())
 def test_more_bad_input(capsys, tmp_path, monkeypatch, flags, words):
     for name in ("SLURM_JOB_ID", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
-    assert run("cleanba_ppo", *tiny(tmp_path / "runs"), *flags) == 2
+    assert run("cleanba_ppo", *tiny(tmp_path / "runs"), *flags.split()) == 2
     err = capsys.readouterr().err
     assert words in err and err.count("\n") == 1 and not (tmp_path / "runs").exists()
 
@@ -572,15 +524,6 @@ def test_ranks_that_do_not_fit_the_layout(capsys, tmp_path, monkeypatch):
     assert "3 processes were started, but this layout has 2 a group" in capsys.readouterr().err
     assert run("cleanba_ppo", *tiny(tmp_path), "--actor-device-ids", "--learner-device-ids") == 2
     assert "--actor-device-ids : needs at least one device" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("flags", [["--env-id=CartPol-v1"], ["--torso=nature"], [f"--seed={2**32}"]], ids=" ".join)
-def test_a_rank_refuses_before_anything_is_written(capsys, monkeypatch, tmp_path, flags):
-    """As under torchrun, which starts ranks without a launcher of ours."""
-    assert run_alone(monkeypatch, "cleanba_ppo", *tiny(tmp_path / "runs"), *flags) == 2
-    err = capsys.readouterr().err
-    assert err.startswith(f"cleanba_ppo.py: {flags[0].replace('=', ' ')}: ") and err.count("\n") == 1
-    assert not (tmp_path / "runs").exists()
 
 
 def test_a_launcher_refuses_in_one_line(tmp_path):
@@ -595,9 +538,10 @@ def test_a_launcher_refuses_in_one_line(tmp_path):
     assert (code, out) == (2, "cleanba_ppo.py: --seed 4294967296: must be between 0 and 2**32 - 1\n")
 
 
-@pytest.mark.parametrize(
-    "name, num_threads, num_envs, num_steps", [("most_frames", 10, 768, 64), ("best_convergence", 6, 192, 128)]
-)
+PRESETS = [("most_frames", 10, 768, 64), ("best_convergence", 6, 192, 128)]
+
+
+@pytest.mark.parametrize("name, num_threads, num_envs, num_steps", PRESETS)
 def test_presets_are_sebulbas_numbers(name, num_threads, num_envs, num_steps):
     """Its tpu-v4-max-fps and tpu-v4-max-convergence, where a batch size is that of one learner of three."""
     module = importlib.import_module("leanrl.cleanba_ppo")

@@ -76,9 +76,8 @@ def test_what_fails_is_told_and_ctrl_c_keeps_what_was_measured(monkeypatch, caps
     call = partial(run_tool_in_process, monkeypatch, ablate, "--out", tmp_path)
     assert call("--rows", "gae", "sums", "--repeats", 3) == 1
     assert "gae: GAE by a scan: failed\nexit 1\nno GAE" in capsys.readouterr().err
-    assert cells((tmp_path / "table.md").read_text()) == [
-        ["policy as sums", "4,000,000.0", "500,000.0", "8.00x", "4.00 to 12.00", "3,500,000.0"]
-    ]
+    row = ["policy as sums", "4,000,000.0", "500,000.0", "8.00x", "4.00 to 12.00", "3,500,000.0"]
+    assert cells((tmp_path / "table.md").read_text()) == [row]
     assert call("--rows", "startup", "td3_bf16") == 130
     assert "interrupted: the results so far" in capsys.readouterr().err
     record = json.loads((tmp_path / "ablate.json").read_text())
@@ -98,9 +97,8 @@ def test_groups_stand_for_their_rows():
         (("--repeats", "0"), "--repeats 0: must be at least 1"),
     ],
 )
-def test_bad_input_is_one_line(monkeypatch, capsys, tmp_path, flags, message):
-    assert run_tool_in_process(monkeypatch, ablate, *flags, "--out", tmp_path / "out") == 2
-    assert capsys.readouterr() == ("", f"ablate: {message}\n")
+def test_bad_input_is_one_line(refusal, tmp_path, flags, message):
+    assert refusal(ablate, *flags, "--out", tmp_path / "out") == f"ablate: {message}\n"
     assert not (tmp_path / "out").exists()
 
 

@@ -42,14 +42,12 @@ ACTORS = "--contenders cleanba_ppo:eager --total-timesteps 30000 -- --device cpu
     ("flags", "said"),
     [
         (f"--contenders {FAST}:one-graph", "no such mode; there are eager, compile, cudagraphs, compile+cudagraphs"),
-        ("--contenders ppo_continuous_action:fast", "no such mode; there are eager"),
         ("--contenders ppo_continuos_action", "did you mean ppo_continuous_action"),
         (f"--contenders {FAST}:eager {FAST}:eager", "none twice"),
         ("--contenders ppo_continuous_action ppo_continuous_action:eager", "more than once"),
         (f"--contenders {FAST}:cudagraphs -- --device cpu", "needs a CUDA device"),
         (f"--contenders '{FAST} --compile'", "--compile: is set by this tool"),
         (f"--contenders '{FAST} bf16'", "bf16: not a flag"),
-        (f"--contenders '{FAST} --device cpu'", "--device: is set by this tool"),
         ("--contenders sb3:PPA", "no such peer; did you mean sb3:PPO"),
         ("--contenders nobody:PPO", "-m pip install -r requirements/requirements-peers.txt"),
         ("--contenders 'sb3:PPO --env-backend=envpool'", "does not take"),
@@ -70,15 +68,12 @@ ACTORS = "--contenders cleanba_ppo:eager --total-timesteps 30000 -- --device cpu
         (f"{ACTORS} --local-num-envs=192", "--total-timesteps 30000: is less than one rollout"),
     ],
 )
-def test_bad_input_is_one_line(a_compiler, monkeypatch, capsys, flags, said):
+def test_bad_input_is_one_line(a_compiler, monkeypatch, refusal, flags, said):
     nobody = peers.PEERS["sb3:PPO"]._replace(module="no_such_library")
     installed = {name: peer._replace(module="sys") for name, peer in peers.PEERS.items()}
     monkeypatch.setattr(trials, "PEERS", {**installed, "nobody:PPO": nobody})
     monkeypatch.setattr(trials, "run_trial", lambda *_: pytest.fail("must not run"))
-    assert run_tool_in_process(monkeypatch, compare, *shlex.split(flags)) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("compare: ") and err.count("\n") == 1 and said in err
+    assert said in refusal(compare, *shlex.split(flags))
 
 
 def test_modes_of_this_machine(a_compiler, monkeypatch, capsys):
@@ -167,9 +162,8 @@ def test_peak_memory_of_a_run(tmp_path):
 def test_ctrl_c_ends_the_run_that_is_on(num_before, tmp_path):
     """And keeps what was measured before it, if anything was."""
     good = fake_script(tmp_path, "good", GOOD)
-    sleeper = fake_script(
-        tmp_path, "sleeper", "(run / 'pid').write_text(f'{os.getpid()}'); import time; time.sleep(600)"
-    )
+    sleep = "(run / 'pid').write_text(f'{os.getpid()}'); import time; time.sleep(600)"
+    sleeper = fake_script(tmp_path, "sleeper", sleep)
     driver = tmp_path / "driver.py"
     driver.write_text(
         "from leanrl.tools import common, compare\nfrom leanrl.tools.trials import Contender\n"
@@ -417,9 +411,7 @@ def test_run_of_a_peer(tmp_path, name, flags, updates, points, clock_start):
     # Of Atari whole games, of 120 steps at least.
     assert 2 <= trial.summary["episodes"] <= 8 if "Atari" in name else trial.summary["episodes"] > 5
     assert trial.summary["script"] == name.partition(":")[0] and trial.summary["warmup_seconds"] > 0
-    assert trial.args["args"]["num_threads"] == threads and trial.args["torch_threads"] == (
-        threads or trial.args["torch_threads"]
-    )
+    assert trial.args["args"]["num_threads"] == threads and threads in (None, trial.args["torch_threads"])
     assert trial.peak_memory_mb > 50
     # The clock runs from `clock_start` to the end: longer than between log points, shorter than all but the warm-up.
     seconds = (points[-1] - clock_start) / trial.summary["sps"]
@@ -442,12 +434,12 @@ def test_environments_that_a_peer_refuses(tmp_path, monkeypatch):
 
 def test_compare_end_to_end(tmp_path, monkeypatch, capfd):
     entries = ["ppo_continuous_action", f"{FAST}:eager"]
-    flags = ["--contenders", *entries, "--seeds", 1, 2, "--total-timesteps", 512, "--out", tmp_path]
+    flags = ["--contenders", *entries, "--seeds", 2, "--total-timesteps", 512, "--out", tmp_path]
     assert run_tool_in_process(monkeypatch, compare, *flags, "--", *TINY) == 0
 
     out = capfd.readouterr().out
     assert out.strip().splitlines()[-1] == f"in {tmp_path}: compare.json, table.md, compare.png"
-    turns = [("ppo_continuous_action", 1), (FAST, 1), (FAST, 2), ("ppo_continuous_action", 2)]
+    turns = [("ppo_continuous_action", 2), (FAST, 2)]
     headings = [line.split("] ")[1] for line in out.splitlines() if line.startswith("[")]
     assert headings == [f"{script}, seed {seed}" for script, seed in turns]
 
@@ -458,10 +450,10 @@ def test_compare_end_to_end(tmp_path, monkeypatch, capfd):
         assert (run["summary"]["global_step"], run["summary"]["optimizer_steps"]) == (512, 16)
         assert len(run["metrics"]) == 4 and run["args"]["args"]["max_seconds"] == 30.0
     reached = [run["summary"]["episodic_return"] for run in runs]  # of all episodes, fewer than 100
-    assert slow_row["episodic_return"] == pytest.approx([reached[0], reached[3]])
+    assert slow_row["episodic_return"] == pytest.approx(reached[:1])
     sps = [run["summary"]["sps"] for run in runs]
-    assert fast_row["ratios"]["speed-up"] == pytest.approx([sps[1] / sps[0], sps[2] / sps[3]])
+    assert fast_row["ratios"]["speed-up"] == pytest.approx([sps[1] / sps[0]])
     text = (tmp_path / "table.md").read_text()
-    assert text.startswith("InvertedPendulum-v5, seeds 1 2, ") and "| return at step 512 |" in text
+    assert text.startswith("InvertedPendulum-v5, seed 2, ") and "| return at step 512 |" in text
     bars = compare.draw(record).axes[0].patches
     assert [bar.get_width() for bar in bars] == [np.median(row["sps"]) for row in (slow_row, fast_row)]

@@ -43,6 +43,15 @@ def run_dir(trained, tmp_path):
     return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
+def write_run(run_dir: Path, script: str, model: dict, **args) -> Path:
+    """Makes ``run_dir`` that of a run of ``script`` which saved ``model``."""
+    facts = {"script": script, "args": args}
+    run_dir.mkdir(exist_ok=True)
+    (run_dir / "args.json").write_text(json.dumps(facts))
+    torch.save({**facts, "model": model}, run_dir / "model.pt")
+    return run_dir
+
+
 def untrained(run_dir: Path, env_id: str) -> Path:
     """A run directory with a random policy for ``env_id``."""
     torch.manual_seed(0)
@@ -52,16 +61,7 @@ def untrained(run_dir: Path, env_id: str) -> Path:
         "agent": Agent(obs_dim, action_dim).state_dict(),
         "obs_rms": {"mean": torch.zeros(obs_dim), "var": torch.ones(obs_dim)},
     }
-    facts = {"script": "ppo_continuous_action", "args": {"env_id": env_id}}
-    run_dir.mkdir()
-    (run_dir / "args.json").write_text(json.dumps(facts))
-    torch.save({**facts, "model": model}, run_dir / "model.pt")
-    return run_dir
-
-
-def evaluate_cli(monkeypatch, *flags) -> int:
-    """What the tool exits with, in this process."""
-    return run_tool_in_process(monkeypatch, evaluate, *flags)
+    return write_run(run_dir, "ppo_continuous_action", model, env_id=env_id)
 
 
 def returns_of(run_dir: Path) -> list[float]:
@@ -127,7 +127,7 @@ def play_by_hand(run_dir: Path, env_id: str, seed: int, episodes: int) -> tuple[
 def test_the_same_seed_gives_the_same_returns(script, run_dir, monkeypatch, capsys):
     results = []
     for seed in (0, 0, 1):
-        assert evaluate_cli(monkeypatch, run_dir, "--episodes", 5, "--seed", seed) == 0
+        assert run_tool_in_process(monkeypatch, evaluate, run_dir, "--episodes", 5, "--seed", seed) == 0
         results.append(returns_of(run_dir))
     first, again, other = results
     assert first == again != other
@@ -174,7 +174,8 @@ def test_scores_are_those_of_whole_games_by_hand(script, trained):
     seeds = [evaluation_seed(4)]
     pool = envpool.make("Breakout-v5", env_type="gymnasium", num_envs=1, seed=seeds, noop_max=30, episodic_life=True)
     model = evaluation.load_model(trained)["model"]
-    policy = importlib.import_module(f"leanrl.{script}").load_policy(model, pool_spaces(pool))
+    spaces = SimpleNamespace(single_action_space=pool.action_space)
+    policy = importlib.import_module(f"leanrl.{script}").load_policy(model, spaces)
     assert evaluation.play(trained, 2, seed=4) == play_pool_by_hand(pool, policy, 2)
 
 
@@ -193,22 +194,14 @@ def test_an_agent_that_never_serves_loses_its_lives(trained, monkeypatch):
     assert 0 <= score < 20 and 50 < num_steps < 2_000
 
 
-def pool_spaces(pool) -> SimpleNamespace:
-    return SimpleNamespace(single_action_space=pool.action_space)
-
-
 def untrained_distributed(run_dir: Path, env_id: str) -> Path:
     """A run directory of cleanba_ppo with a random policy for an environment of EnvPool's."""
     torch.manual_seed(0)
     with closing(make_pool(env_id, range(1), 1, "cleanba")) as pool:
-        agent = cleanba_ppo.make_agent(
-            pool.single_observation_space, int(pool.single_action_space.n), cleanba_ppo.Args()
-        )
-    facts = {"script": "cleanba_ppo", "args": {"env_id": env_id, "protocol": "cleanba"}}
-    run_dir.mkdir()
-    (run_dir / "args.json").write_text(json.dumps(facts))
-    torch.save({**facts, "model": {"agent": agent.state_dict(), "network": {}}}, run_dir / "model.pt")
-    return run_dir
+        sizes = pool.single_observation_space, int(pool.single_action_space.n)
+    agent = cleanba_ppo.make_agent(*sizes, cleanba_ppo.Args())
+    model = {"agent": agent.state_dict(), "network": {}}
+    return write_run(run_dir, "cleanba_ppo", model, env_id=env_id, protocol="cleanba")
 
 
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "LunarLander-v3", "Blackjack-v1"])
@@ -237,10 +230,10 @@ def test_what_was_trained_on_envpool_is_filmed_and_plays_there(script, tmp_path)
 
 
 @pytest.mark.parametrize("script", ATARI[1:2], indirect=True)
-def test_sticky_actions(trained, run_dir, tmp_path, monkeypatch, capsys):
+def test_sticky_actions(trained, run_dir, tmp_path, refusal):
     assert evaluation.play(run_dir, 3) != evaluation.play(run_dir, 3, sticky=True)
     hopper = untrained(tmp_path / "hopper", "Hopper-v5")
-    assert "--sticky: Hopper-v5 has none" in one_line(monkeypatch, capsys, hopper, "--sticky")
+    assert "--sticky: Hopper-v5 has none" in refusal(evaluate, hopper, "--sticky")
 
 
 def test_an_episode_ends_at_its_time_limit(tmp_path):
@@ -254,7 +247,7 @@ def test_an_episode_ends_at_its_time_limit(tmp_path):
 def test_many_runs_one_without_a_model(run_dir, tmp_path, monkeypatch, capsys):
     shutil.copytree(run_dir, tmp_path / "bare", ignore=shutil.ignore_patterns("model.pt"))
     reacher = untrained(tmp_path / "reacher", "Reacher-v5")
-    assert evaluate_cli(monkeypatch, run_dir, tmp_path / "bare", reacher, "--episodes", 1) == 2
+    assert run_tool_in_process(monkeypatch, evaluate, run_dir, tmp_path / "bare", reacher, "--episodes", 1) == 2
     out, err = capsys.readouterr()
     assert err == f"evaluate: {tmp_path}/bare: has no model.pt; train with --save-model\n"
     assert [line.split("|")[2].strip() for line in out.splitlines()[2:]] == ["Hopper-v5", "Reacher-v5"]
@@ -263,77 +256,61 @@ def test_many_runs_one_without_a_model(run_dir, tmp_path, monkeypatch, capsys):
 # ------------------------------------------------------------------------------------------------------------- ERRORS
 
 
-def one_line(monkeypatch, capsys, *flags) -> str:
-    """What the tool says on stderr as it exits with code 2, having written nothing."""
-    assert evaluate_cli(monkeypatch, *flags) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    (line,) = err.splitlines()
-    return line
-
-
 def save(run_dir: Path, **changes) -> None:
     """Changes the saved model's content."""
     torch.save({**torch.load(run_dir / "model.pt", weights_only=True), **changes}, run_dir / "model.pt")
 
 
-def test_what_is_no_run_directory(tmp_path, monkeypatch, capsys):
-    assert one_line(monkeypatch, capsys, tmp_path / "nowhere").endswith("not a run directory (it has no args.json)")
-    assert one_line(monkeypatch, capsys, tmp_path).endswith("not a run directory (it has no args.json)")
+def test_what_is_no_run_directory(tmp_path, refusal):
+    for path in (tmp_path / "nowhere", tmp_path):
+        assert "not a run directory (it has no args.json)" in refusal(evaluate, path)
     (tmp_path / "args.json").write_text("{}")
-    assert "args.json" in one_line(monkeypatch, capsys, tmp_path)
-    assert "args.json" in one_line(monkeypatch, capsys, tmp_path / "args.json")
+    assert "args.json" in refusal(evaluate, tmp_path)
+    assert "args.json" in refusal(evaluate, tmp_path / "args.json")
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", b"PK\x03\x04 torn"])
-def test_a_damaged_model(tmp_path, monkeypatch, capsys, content):
+def test_a_damaged_model(tmp_path, content, refusal):
     run_dir = untrained(tmp_path / "run", "Hopper-v5")
     (run_dir / "model.pt").write_bytes(content)
-    assert f"{run_dir}/model.pt: damaged or not a saved model" in one_line(monkeypatch, capsys, run_dir)
+    assert f"{run_dir}/model.pt: damaged or not a saved model" in refusal(evaluate, run_dir)
     assert not (run_dir / "evaluation.json").exists()
 
 
-def test_a_model_of_another_environment(tmp_path, monkeypatch, capsys):
+def test_a_model_of_another_environment(tmp_path, refusal):
     run_dir, other = (untrained(tmp_path / env_id, env_id) for env_id in ("Hopper-v5", "Reacher-v5"))
     shutil.copy(other / "model.pt", run_dir)
     made_by = "was made by ppo_continuous_action on Reacher-v5, but the run is ppo_continuous_action on Hopper-v5"
-    assert made_by in one_line(monkeypatch, capsys, run_dir)
+    assert made_by in refusal(evaluate, run_dir)
     # Even where it claims to be the run's own.
     save(run_dir, args={"env_id": "Hopper-v5"})
-    assert "does not fit ppo_continuous_action" in one_line(monkeypatch, capsys, run_dir)
+    assert "does not fit ppo_continuous_action" in refusal(evaluate, run_dir)
 
 
 @pytest.mark.parametrize("script", ["os", "support.run", "tools.evaluate", "__init__", "../tests/conftest", ""])
-def test_a_file_cannot_choose_what_is_imported(tmp_path, monkeypatch, capsys, script):
-    run_dir = untrained(tmp_path / "run", "Hopper-v5")
-    (run_dir / "args.json").write_text(json.dumps({"script": script, "args": {"env_id": "Hopper-v5"}}))
-    save(run_dir, script=script)
+def test_a_file_cannot_choose_what_is_imported(tmp_path, monkeypatch, script, refusal):
+    run_dir = write_run(tmp_path / "run", script, {}, env_id="Hopper-v5")
     monkeypatch.setattr(evaluation, "importlib", None)
-    assert "is not a script of this version" in one_line(monkeypatch, capsys, run_dir)
+    assert "is not a script of this version" in refusal(evaluate, run_dir)
 
 
 @pytest.mark.parametrize("algorithm", ["sac", "td3"])
 def test_models_of_scripts_that_are_a_mode_now(algorithm, tmp_path):
     """SAC's reference had a layer for each head of the actor."""
-    run_dir, old = tmp_path / "run", f"{algorithm}_continuous_action_onegraph"
+    script = f"{algorithm}_continuous_action"
     with gym.make("Hopper-v5") as env:
         sizes = env.observation_space.shape[0], env.action_space.low, env.action_space.high
     torch.manual_seed(0)
-    actor = importlib.import_module(f"leanrl.{algorithm}_continuous_action").Actor(*sizes).state_dict()
-    facts = {"script": f"{algorithm}_continuous_action", "args": {"env_id": "Hopper-v5"}}
+    actor = importlib.import_module(f"leanrl.{script}").Actor(*sizes).state_dict()
 
     def played(script: str) -> list[float]:
-        facts["script"] = script
-        (run_dir / "args.json").write_text(json.dumps(facts))
-        torch.save({**facts, "model": {"actor": actor}}, run_dir / "model.pt")
-        return evaluation.play(run_dir, episodes=2)
+        return evaluation.play(write_run(tmp_path / "run", script, {"actor": actor}, env_id="Hopper-v5"), episodes=2)
 
-    run_dir.mkdir()
-    expected = played(facts["script"])
+    expected = played(script)
     if algorithm == "sac":
         for name in ("weight", "bias"):
             actor[f"fc_mean.{name}"], actor[f"fc_logstd.{name}"] = actor.pop(f"fc_heads.{name}").chunk(2)
-    assert played(old) == expected
+    assert played(f"{script}_onegraph") == expected
 
 
 def packed(agent: dict) -> dict:
@@ -359,33 +336,27 @@ def images_by_channel(agent: dict) -> dict:
     return old
 
 
-def test_models_of_earlier_atari_scripts(tmp_path, monkeypatch, capsys):
+def test_models_of_earlier_atari_scripts(tmp_path, refusal):
     """Parameters were in other layouts, the fast variant's also where they had one graph."""
-    module, run_dir = importlib.import_module("leanrl.ppo_atari_envpool"), tmp_path / "run"
     torch.manual_seed(0)
-    agent = module.Agent(4).state_dict()
+    agent = importlib.import_module("leanrl.ppo_atari_envpool").Agent(4).state_dict()
 
-    def save_as(script: str, agent: dict) -> None:
-        facts = {"script": script, "args": {"env_id": "Breakout-v5"}}
-        (run_dir / "args.json").write_text(json.dumps(facts))
-        torch.save({**facts, "model": {"agent": agent}}, run_dir / "model.pt")
+    def run_of(variant: str, agent: dict) -> Path:
+        return write_run(tmp_path / "run", f"ppo_atari_envpool{variant}", {"agent": agent}, env_id="Breakout-v5")
 
-    run_dir.mkdir()
-    save_as("ppo_atari_envpool", agent)
-    expected = evaluation.play(run_dir, episodes=1)
     old = {"": images_by_channel(agent), "_torchcompile": packed(agent), "_onegraph": packed(agent)}
     for variant, theirs in old.items():
-        save_as(f"ppo_atari_envpool{variant}", theirs)
+        run_dir = run_of(variant, theirs)
         loaded = evaluation.in_todays_layout(evaluation.load_model(run_dir)["model"])["agent"]
         assert loaded.keys() == agent.keys() and all(torch.equal(loaded[name], agent[name]) for name in agent)
-        assert evaluation.play(run_dir, episodes=1) == expected
-    save_as("ppo_atari_envpool_onegraph", {**packed(agent), "linear.weight": torch.zeros(3)})
-    assert "does not fit ppo_atari_envpool_torchcompile" in one_line(monkeypatch, capsys, run_dir)
+    assert len(evaluation.play(run_dir, episodes=1)) == 1
+    run_dir = run_of("_onegraph", {**packed(agent), "linear.weight": torch.zeros(3)})
+    assert "does not fit ppo_atari_envpool_torchcompile" in refusal(evaluate, run_dir)
 
 
 @pytest.mark.parametrize("flags", [["--episodes=0"], ["--episodes=-3"], ["--seed=-1"]])
-def test_bad_numbers(tmp_path, monkeypatch, capsys, flags):
-    assert flags[0].split("=")[0] in one_line(monkeypatch, capsys, untrained(tmp_path / "run", "Hopper-v5"), *flags)
+def test_bad_numbers(tmp_path, flags, refusal):
+    assert flags[0].split("=")[0] in refusal(evaluate, untrained(tmp_path / "run", "Hopper-v5"), *flags)
 
 
 # -------------------------------------------------------------------------------------------------------------- VIDEO
@@ -402,7 +373,7 @@ def opengl():
 def test_video_shows_the_first_episode(opengl, tmp_path, monkeypatch, capsys):
     run_dir = untrained(tmp_path / "run", "Hopper-v5")
     expected, lengths = play_by_hand(run_dir, "Hopper-v5", seed=2, episodes=2)
-    assert evaluate_cli(monkeypatch, run_dir, "--episodes", 2, "--seed", 2, "--capture-video") == 0
+    assert run_tool_in_process(monkeypatch, evaluate, run_dir, "--episodes", 2, "--seed", 2, "--capture-video") == 0
     # Filming changes nothing.
     np.testing.assert_allclose(returns_of(run_dir), expected, rtol=1e-6)
     path = run_dir / "videos" / "evaluation_seed2.mp4"
@@ -446,7 +417,7 @@ def test_video_of_a_game_shows_the_console(run_dir, monkeypatch):
     score = evaluation.play(run_dir, 1)
     monkeypatch.setattr(AtariVectorEnv, "render", spy_on_render)
     monkeypatch.setattr(AtariVectorEnv, "recv", spy_on_recv)
-    assert evaluate_cli(monkeypatch, run_dir, "--episodes", 1, "--capture-video") == 0
+    assert run_tool_in_process(monkeypatch, evaluate, run_dir, "--episodes", 1, "--capture-video") == 0
     assert returns_of(run_dir) == score  # filming changes nothing
     path = run_dir / "videos" / "evaluation_seed0.mp4"
     frames = np.stack(imageio.mimread(path, memtest=False)).astype(int)
@@ -477,23 +448,10 @@ def test_hopper_on_envpool_plays_there_and_is_filmed_in_gymnasium(opengl, tmp_pa
     save(run_dir, args={"env_id": "Hopper-v5", "env_backend": "envpool"})
     (score,) = evaluation.play(run_dir, 1)
     (filmed,), _ = play_by_hand(run_dir, "Hopper-v5", seed=0, episodes=1)
-    assert evaluate_cli(monkeypatch, run_dir, "--episodes", 1, "--capture-video") == 0
+    assert run_tool_in_process(monkeypatch, evaluate, run_dir, "--episodes", 1, "--capture-video") == 0
     assert returns_of(run_dir) == pytest.approx([filmed], rel=1e-6)
     assert abs(score - filmed) > 1  # other dice
     assert (run_dir / "videos" / "evaluation_seed0.mp4").exists()
-
-
-def test_dm_control_on_envpool_is_trained_on_and_evaluated(tmp_path, monkeypatch, capsys):
-    flags = ["--env-id=CheetahRun-v1", "--env-backend=envpool", "--num-envs=4", "--total-timesteps=200", "--device=cpu"]
-    flags += ["--learning-starts=100", "--no-compile", "--save-model", "--run-name=run", "--runs-dir", tmp_path]
-    assert run("sac_continuous_action_torchcompile", *flags) == 0
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["optimizer_steps"] >= 90
-    assert evaluate_cli(monkeypatch, tmp_path / "run", "--episodes", 2) == 0
-    returns = returns_of(tmp_path / "run")
-    assert returns == evaluation.play(tmp_path / "run", 2)
-    assert all(0 < score < 1000 for score in returns) and returns[0] != returns[1]
-    capsys.readouterr()
-    assert "cannot film CheetahRun-v1" in one_line(monkeypatch, capsys, tmp_path / "run", "--capture-video")
 
 
 @pytest.mark.parametrize(
@@ -526,13 +484,13 @@ def test_a_torn_video_leaves_no_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_opengl_the_remedy_is_told(tmp_path, monkeypatch, capsys):
+def test_without_opengl_the_remedy_is_told(tmp_path, monkeypatch, refusal):
     def no_opengl(self):
         raise AttributeError("'NoneType' object has no attribute 'eglQueryString'")
 
     monkeypatch.setattr(gym.wrappers.OrderEnforcing, "render", no_opengl)
     run_dir = untrained(tmp_path / "run", "Hopper-v5")
-    line = one_line(monkeypatch, capsys, run_dir, "--capture-video")
+    line = refusal(evaluate, run_dir, "--capture-video")
     assert line.startswith("evaluate: --capture-video: cannot film Hopper-v5 here: 'NoneType' object")
     assert "install libegl1" in line
     assert not (run_dir / "videos").exists() and not (run_dir / "evaluation.json").exists()

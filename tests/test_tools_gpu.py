@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from scripts import run_tool_in_process, tiny
+from scripts import tiny
 
 from leanrl.tools import common, gpu, trials
 from leanrl.tools.gpu import ALGORITHMS, Algorithm
@@ -16,11 +16,9 @@ REFERENCE, FAST = "td3_continuous_action", "td3_continuous_action_torchcompile"
 TINY = [flag for flag in tiny(FAST) if not flag.startswith("--updates-per-step")]
 
 
-def test_without_cuda_it_refuses_in_one_line(tmp_path, monkeypatch, capsys):
+def test_without_cuda_it_refuses_in_one_line(tmp_path, monkeypatch, refusal):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert run_tool_in_process(monkeypatch, gpu, "--runs-dir", tmp_path / "runs") == 2
-    error = capsys.readouterr().err
-    assert error.startswith("gpu: this tool needs a CUDA device") and len(error.splitlines()) == 1
+    assert "this tool needs a CUDA device" in refusal(gpu, "--out", tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
@@ -42,10 +40,8 @@ def some_gpu(monkeypatch) -> torch.device:
         (["--out", "/dev/null/out"], "--out /dev/null/out: cannot be made (Not a directory)"),
     ],
 )
-def test_bad_input_is_one_line(flags, reason, some_gpu, tmp_path, monkeypatch, capsys):
-    assert run_tool_in_process(monkeypatch, gpu, "--out", tmp_path / "out", *flags) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"gpu: {reason}") and len(error.splitlines()) == 1
+def test_bad_input_is_one_line(flags, reason, some_gpu, tmp_path, refusal):
+    assert refusal(gpu, "--out", tmp_path / "out", *flags).startswith(f"gpu: {reason}")
     assert not (tmp_path / "out").exists()
 
 
@@ -136,10 +132,7 @@ def test_the_speed_of_another_script_is_the_last_that_it_prints(shown, sps, tmp_
     contender = Contender(f"leanrl:{FAST}", (sys.executable, "-c", code))
     trial = gpu.run_upstream(contender, 2, tmp_path, Deadline.within(60))
     assert trial.command[-1] == "--seed=2" and trial.summary.get("sps") == sps and bool(trial.failure) == (sps is None)
-    ours = Trial(
-        FAST, 2, [], "", 0, summary={"sps": 1624.5, "warmup_seconds": 1.0, "global_step": 96, "interrupted": False}
-    )
-    first, second = gpu.record_of([ours, trial], [contender, Contender(FAST, ()), Contender("not yet run", ())], CPU)[
-        "rows"
-    ]
+    numbers = {"sps": 1624.5, "warmup_seconds": 1.0, "global_step": 96, "interrupted": False}
+    contenders = [contender, Contender(FAST, ()), Contender("not yet run", ())]
+    first, second = gpu.record_of([Trial(FAST, 2, [], "", 0, numbers), trial], contenders, CPU)["rows"]
     assert first["label"] == contender.label and second["ratios"] == {"speed-up": [2.0] if sps else []}

@@ -6,14 +6,13 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from dataclasses import replace
 
 import psutil
 import pytest
 import tyro
 from scripts import summary
-from sebulba_runs import alive, run_alone
+from sebulba_runs import alive, run_alone, run_both
 
 import leanrl.cleanba_impala as impala
 import leanrl.cleanba_ppo as ppo
@@ -70,13 +69,13 @@ def test_launch_submits(tmp_path, monkeypatch, capsys):
 
 
 def test_launch_ends_its_runs_with_itself(tmp_path):
-    flags = ["--env-ids", "CartPole-v1", "--num-seeds", "2", "--workers", "2"]
+    flags = ["--env-ids", "CartPole-v1", "--num-seeds", "1"]
     script = ["leanrl/cleanba_impala.py", "--device=cpu", "--local-num-envs=8", f"--runs-dir={tmp_path}"]
     command = [sys.executable, "-m", "leanrl.tools.launch", *flags, "--", *script, "--total-timesteps=100000000"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         deadline = time.monotonic() + 180
-        while len(list(tmp_path.glob("*/metrics.jsonl"))) < 2:
+        while not list(tmp_path.glob("*/metrics.jsonl")):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.1)
         started = psutil.Process(process.pid).children(recursive=True)
@@ -84,8 +83,8 @@ def test_launch_ends_its_runs_with_itself(tmp_path):
         process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode != 0 and len(started) == 4 and not alive(started)
-    assert all(summary(path.parent)["interrupted"] for path in tmp_path.glob("*/metrics.jsonl"))
+    assert process.returncode != 0 and len(started) == 2 and not alive(started)
+    assert summary(next(tmp_path.glob("*/metrics.jsonl")).parent)["interrupted"]
 
 
 def test_launch_refuses(tmp_path):
@@ -116,9 +115,8 @@ def test_reproduce_refuses(changes, message):
 
 
 def test_groups_start_as_slurms_tasks_and_one_that_fails_is_told(tmp_path, capfd):
-    tell = (
-        "import os, sys, pathlib; pathlib.Path(sys.argv[1], os.environ['SLURM_PROCID']).write_text(repr(sys.argv[2:]))"
-    )
+    tell = "import os, sys, pathlib; number = os.environ['SLURM_PROCID']; "
+    tell += "pathlib.Path(sys.argv[1], number).write_text(repr(sys.argv[2:]))"
     environ = "assert os.environ['SLURM_NTASKS'] == '2' and os.environ['SLURM_JOB_ID'].isdigit()"
     trials.run_groups("a0-l0-d2", [sys.executable, "-c", f"{tell}; {environ}", str(tmp_path)], 2)
     assert [(tmp_path / number).read_text() for number in "01"] == ["['--distributed']"] * 2
@@ -240,7 +238,6 @@ def test_a_recommendation_takes_the_fewest_environments_that_are_nearly_as_fast(
     plans = [
         plan_layout.Prediction(layout, devices, threads, envs, threads * envs * devices, sps, {}, "update")
         for layout, devices, threads, envs, sps in [
-            ("a0-l0-d1", 1, 2, 24, 1_000.0),
             ("a0-l0-d1", 1, 2, 48, 1_480.0),
             ("a0-l0-d1", 1, 2, 96, 1_500.0),
             ("a0-l0,1-d32", 64, 4, 48, 60_000.0),
@@ -255,14 +252,11 @@ def test_a_recommendation_takes_the_fewest_environments_that_are_nearly_as_fast(
 
 def test_the_parts_of_a_plan_are_measured(monkeypatch, tmp_path, capfd):
     """At sizes that the script takes: the 4 minibatches divide the environments of both threads, not those of one."""
-    run_groups = trials.run_groups
 
     def run_here(script, command, num_groups):
-        """One learner's in this process, without the start of two."""
-        if command[(first := command.index("--learner-device-ids") + 1) : first + 2] == ["0", "1"]:
-            run_groups(script, command, num_groups)
-        else:
-            assert run_alone(monkeypatch, script, *command[2:]) == 0
+        learners = command[(first := command.index("--learner-device-ids") + 1) : first + 2]
+        run_ranks = run_both if learners == ["0", "1"] else run_alone
+        assert run_ranks(monkeypatch, script, *command[2:]) == 0
 
     monkeypatch.setattr(trials, "run_groups", run_here)
     flags = ("--env-id=CartPole-v1", "--device=cpu", "--local-num-envs=2", "--num-actor-threads=2", "--num-steps=8")
@@ -282,16 +276,6 @@ def test_the_parts_of_a_plan_are_measured(monkeypatch, tmp_path, capfd):
     text = (tmp_path / "table.md").read_text()
     assert f"- {record['advice'][0]}\n" in text and record["advice"][0].startswith("Fastest: a0-l0-d1")
     assert "Left out:\n\n- a0-l1,2,3-d1: --local-num-envs 2: " in text and text in capfd.readouterr().out
-
-
-@pytest.mark.parametrize("local_num_envs", [1, 8, 48])
-def test_the_default_plan_reaches_128_devices(local_num_envs):
-    args = ppo.Args(local_num_envs=local_num_envs)
-    layouts = []
-    for text in plan_layout.LAYOUTS:
-        with suppress(UsageError):
-            layouts.append(plan_layout.layout_of(text, args))
-    assert {1, 2, 8, 32, 128} <= {len(layout.parts) for layout in layouts}
 
 
 @pytest.mark.parametrize(
