@@ -47,7 +47,7 @@ from leanrl.support.scan import linear_recurrence
 @dataclass
 class Args(SebulbaArgs):
     env_id: str = "Breakout-v5"
-    """EnvPool environment with discrete actions"""
+    """environment with discrete actions, of EnvPool's or of Gymnasium's (see --env-backend)"""
     protocol: Literal["cleanba", "cleanrl"] = "cleanba"
     """how Atari games are played: sticky actions, all 18 actions and whole games, or lost lives that end episodes"""
     total_timesteps: int = 50_000_000

@@ -47,13 +47,17 @@ def played_rollouts(monkeypatch, args: ppo.Args, count: int) -> list[Rollout]:
     return rollouts
 
 
-@pytest.mark.parametrize("env_id, num_steps", [("Catch-v0", 19), ("MountainCar-v0", 200)])
-def test_rollouts_tell_what_their_actions_did(monkeypatch, env_id, num_steps):
+@pytest.mark.parametrize(
+    "env_id, num_steps, backend",
+    [("Catch-v0", 19, "envpool"), ("MountainCar-v0", 200, "envpool"), ("MountainCar-v0", 200, "gymnasium")],
+)
+def test_rollouts_tell_what_their_actions_did(monkeypatch, env_id, num_steps, backend):
     """Played once more: Catch terminates every tenth step, and MountainCar's time runs out after 200."""
     num_envs = 3
-    args = ppo.Args(env_id=env_id, num_steps=num_steps, local_num_envs=num_envs, num_actor_threads=1, timeout=60)
+    sizes = {"num_steps": num_steps, "local_num_envs": num_envs, "num_actor_threads": 1}
+    args = ppo.Args(env_id=env_id, env_backend=backend, timeout=60, **sizes)
     rollouts = played_rollouts(monkeypatch, args, 2)
-    with closing(make_pool(env_id, range(num_envs), args.seed, args.protocol)) as pool:
+    with closing(make_pool(env_id, range(num_envs), args.seed, args.protocol, backend)) as pool:
         obs, _ = pool.reset()
         resets, returns, lengths = np.zeros(num_envs, bool), np.zeros(num_envs), np.zeros(num_envs)
         for rollout in rollouts:

@@ -1,6 +1,7 @@
 """The same curve on any layout, bit for bit, and a comparison that notices when it is not."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from torch.utils._pytree import tree_flatten_with_path
 import leanrl.cleanba_ppo as ppo
 import leanrl.sebulba.actor as actor
 import leanrl.sebulba.collectives as collectives
-import leanrl.sebulba.environments as environments
+import leanrl.support.envs as envs
 from leanrl.sebulba.worker import Worker
 from leanrl.support.tracking import read_metrics
 from leanrl.tools.reproduce import Args, Run, command, difference, execute, fingerprint
@@ -21,20 +22,28 @@ UPDATES = 20
 ARGS = Args(num_envs=16, num_shards=4, num_steps=16, updates=UPDATES)
 
 
-def run_here(monkeypatch, folder, run):
+def run_here(monkeypatch, folder, run, args=ARGS):
     """``execute`` of a layout of one process, without the start of two."""
-    assert run_alone(monkeypatch, run.script, *command(run, ARGS, folder)[2:]) == 0
+    assert run_alone(monkeypatch, run.script, *command(run, args, folder)[2:]) == 0
     leaves, _ = tree_flatten_with_path(newest_checkpoint(folder / run.name)[1]["script"])
     return {str(path): leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
 
 
 # The first one's learners are listed in another order than their ranks'. Two groups: see test_two_steps_of_a_job
-@pytest.mark.parametrize("script, lag, layout", [("cleanba_ppo", 0, "a0-l1,0-d1"), ("cleanba_impala", 1, "a0-l1,2-d1")])
-def test_layouts_learn_the_same(monkeypatch, tmp_path, script, lag, layout):
-    alone = run_here(monkeypatch, tmp_path, Run(script, "a0-l0-d1", lag, True, UPDATES))
+@pytest.mark.parametrize(
+    "script, lag, layout, changes",
+    [
+        ("cleanba_ppo", 0, "a0-l1,0-d1", {}),
+        ("cleanba_impala", 1, "a0-l1,2-d1", {}),
+        ("cleanba_impala", 0, "a0-l1-d1", {"env_backend": "gymnasium"}),
+    ],
+)
+def test_layouts_learn_the_same(monkeypatch, tmp_path, script, lag, layout, changes):
+    args = replace(ARGS, **changes)
+    alone = run_here(monkeypatch, tmp_path, Run(script, "a0-l0-d1", lag, True, UPDATES), args)
     assert summary(tmp_path / Run(script, "a0-l0-d1", lag, True, UPDATES).name)["optimizer_steps"] >= 2 * UPDATES
     run = Run(script, layout, lag, True, UPDATES)
-    assert fingerprint(execute(run, ARGS, tmp_path)) == fingerprint(alone)
+    assert fingerprint(execute(run, args, tmp_path)) == fingerprint(alone)
     lags = [row["stats/policy_lag"] for row in read_metrics(tmp_path / run.name)]
     assert lags and set(lags) == {float(lag)}
 
@@ -61,8 +70,8 @@ def test_one_layout_repeats_itself_and_another_seed_does_not(monkeypatch, tmp_pa
 
 def seed_off(monkeypatch):
     """Threads forget that they are not the first."""
-    seeds = environments.env_seeds
-    monkeypatch.setattr(environments, "env_seeds", lambda seed, n, first, start: seeds(seed, n, 0, start))
+    seeds = envs.env_seeds
+    monkeypatch.setattr(envs, "env_seeds", lambda seed, n, first, start: seeds(seed, n, 0, start))
 
 
 def noise_off(monkeypatch):

@@ -303,20 +303,22 @@ def test_permutations_depend_on_seed_shard_and_iteration_alone():
     assert np.array_equal(drawn[0], drawn[1]) and len(np.unique(drawn, axis=0)) == 4
 
 
-def test_pools_of_one_run_are_slices_of_one_big_pool():
+@pytest.mark.parametrize("backend", ["envpool", "gymnasium"])
+def test_pools_of_one_run_are_slices_of_one_big_pool(backend):
     """Environment k plays the same wherever it is, and no two play alike."""
 
-    def play(pool):
+    def play(envs, **options):
+        pool = make_pool("CartPole-v1", envs, 1, "cleanba", backend, **options)
         obs = [pool.reset()[0]]
         for _ in range(30):
             obs.append(pool.step(np.ones(pool.num_envs, np.int64))[0])
         pool.close()
         return np.stack(obs)
 
-    whole = play(make_pool("CartPole-v1", range(6), 1, "cleanba", num_threads=2))
-    assert np.array_equal(whole[:, 2:5], play(make_pool("CartPole-v1", range(2, 5), 1, "cleanba")))
+    whole = play(range(6), num_threads=2)
+    assert np.array_equal(whole[:, 2:5], play(range(2, 5)))
     assert len(np.unique(whole[0], axis=0)) == 6
-    resumed = play(make_pool("CartPole-v1", range(6), 1, "cleanba", start=64))
+    resumed = play(range(6), start=64)
     assert len(np.unique(np.concatenate([whole[0], resumed[0]]), axis=0)) == 12
 
 

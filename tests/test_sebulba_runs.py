@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -140,11 +141,47 @@ def test_an_agent_plays_what_gymnasium_does_not_have(monkeypatch, tmp_path):
         play(tmp_path / "run", episodes=1, video=tmp_path / "video.mp4")
 
 
+class Echo(gym.Env):
+    """Rewards an action that repeats the cue; a part of the observation that is whole numbers, and one that is not."""
+
+    observation_space = gym.spaces.Dict({"cue": Discrete(3), "noise": Box(-1, 1, (2,), np.float32)})
+    action_space = Discrete(3)
+
+    def _observe(self) -> dict:
+        self._cue = int(self.np_random.integers(3))
+        return {"cue": self._cue, "noise": self.np_random.uniform(-1, 1, 2).astype(np.float32)}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self._observe(), {}
+
+    def step(self, action):
+        reward = float(action == self._cue)
+        return self._observe(), reward, False, False, {}
+
+
+@pytest.mark.parametrize("script", DISTRIBUTED)
+def test_any_environment_of_gymnasiums_is_learned_and_played(monkeypatch, tmp_path, script):
+    """Also where EnvPool is not installed."""
+    monkeypatch.setitem(sys.modules, "envpool", None)
+    gym.register("LeanRLEcho-v0", Echo, max_episode_steps=10)
+    try:
+        flags = ["--env-backend=gymnasium", "--env-id=LeanRLEcho-v0", "--learning-rate=0.003"]
+        flags = tiny(tmp_path, *flags, "--total-timesteps=25600", "--evaluate-episodes=20")
+        assert run_alone(monkeypatch, script, *flags) == 0
+        returns = json.loads((tmp_path / "run" / "evaluation.json").read_text())["returns"]
+    finally:
+        gym.registry.pop("LeanRLEcho-v0")
+    assert summary(tmp_path / "run")["episodes"] == 16 * (25600 // 16 // 11)  # of 10 steps, and one that resets
+    assert np.mean(returns) > 6  # by chance: 3.3
+
+
 @pytest.mark.parametrize("protocol", ["cleanba", "cleanrl"])
 def test_an_atari_agent_is_evaluated_by_its_own_protocol(protocol):
     args = {"env_id": "Breakout-v5", "protocol": protocol}
     assert atari_protocol(cleanba_ppo, args) is PROTOCOLS[protocol]
     assert atari_protocol(cleanba_ppo, {**args, "env_id": "Catch-v0"}) is None
+    assert atari_protocol(cleanba_ppo, {**args, "env_backend": "gymnasium"}) is None
 
 
 # -------------------------------------------------------------------------------------------------- STOPS AND RESUMES
@@ -551,6 +588,11 @@ def test_bad_values_are_one_line_and_nothing_is_written(capsys, tmp_path, script
         (["--capture-video"], "--capture-video: "),
         (["--distributed"], "--distributed: SLURM_JOB_ID is not set"),
         (["--exact-reduction"], "use --num-shards 2"),
+        (["--env-backend=gymnasium", "--env-id=Catch-v0"], "--env-id Catch-v0: is not a Gymnasium environment"),
+        (
+            ["--env-backend=gymnasium", "--env-id=FrozenLake-v1"],
+            "--env-id FrozenLake-v1: has observations of Discrete(16)",
+        ),
         (
             ["--num-minibatches=3", "--gradient-accumulation-steps=2"],
             "--num-minibatches 3: times --gradient-accumulation",

@@ -88,7 +88,7 @@ class ActorThread:
         self.numbers = layout.thread_envs(actor, self.index)
         num_envs = len(self.numbers)
         pool = {"num_threads": pool_threads(args, layout), "start": self.first_step}
-        self.envs = make_pool(args.env_id, self.numbers, args.seed, args.protocol, **pool)
+        self.envs = make_pool(args.env_id, self.numbers, args.seed, args.protocol, args.env_backend, **pool)
         # The same row comes out with other last bits from a batch of another size, so exactness wants blocks of a size
         # that is the same in every layout.
         size = len(self.pieces[0].envs) if args.exact_reduction else num_envs
@@ -235,7 +235,7 @@ class ThreadRollout:
         self._lap("inference")
         actions = self.choices[step, 0].cpu().numpy()
         self._lap("device_to_host")
-        return actions
+        return actions.astype(self._thread.envs.single_action_space.dtype)
 
     def record(self, step: int, rewards, terminations, truncations, resets, infos: dict) -> None:
         """Writes what the environments returned, arrays [n], and where (``resets``) this step only reset them."""

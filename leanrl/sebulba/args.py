@@ -11,6 +11,7 @@ import tyro
 from leanrl.sebulba.layout import Layout
 from leanrl.support.cli import RunArgs
 from leanrl.support.devices import available_cores, resolve_device, update_threads
+from leanrl.support.envs import EnvBackend
 from leanrl.support.errors import UsageError, bad, require_at_least, require_positive
 from leanrl.support.hub import require_hub
 
@@ -29,6 +30,8 @@ class SebulbaArgs(RunArgs):
     """compile inference and update with torch.compile"""
     cudagraphs: bool = False
     """replay inference and update as CUDA graphs (tensordict's CudaGraphModule)"""
+    env_backend: EnvBackend = "envpool"
+    """envpool steps the environments on C++ threads; gymnasium steps those of an actor thread one after the other"""
     num_threads: int | None = None
     """CPU threads of a learner; by default all cores where nothing else wants them and its work is large, else 1"""
     env_threads: int | None = None
@@ -81,9 +84,8 @@ class SebulbaArgs(RunArgs):
 def validate_runtime(args: SebulbaArgs) -> None:
     """Raises UsageError on the first flag of the runtime that cannot work, whatever the layout."""
     require_at_least(args, 1, "num_threads", "env_threads", "log_frequency", "checksum_frequency", "checkpoint_every")
-    require_at_least(args, 1, "evaluate_episodes")
+    require_at_least(args, 1, "evaluate_episodes", "start_timeout")
     require_at_least(args, 0, "policy_lag")
-    require_at_least(args, 1, "start_timeout")
     require_at_least(args, 2, "timeout")  # a process gives a sign of life twice a second
     require_positive(args, "max_seconds", "snapshot_seconds")
     if args.target_return is not None and not math.isfinite(args.target_return):

@@ -1,7 +1,6 @@
 """Waiting for things between threads, with time limits, until the run ends."""
 
-import threading
-from collections import deque
+from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -16,22 +15,17 @@ class Stalled(Exception):
 
 
 class Mailbox(Generic[T]):
-    """First in, first out. Putting never blocks: the number of things that go round bounds it.
+    """First in, first out, for one reader. Putting never blocks: the number of things that go round bounds it.
 
     Args:
         timeout: seconds after which a wait is a stall.
     """
 
     def __init__(self, timeout: float) -> None:
-        self._timeout = timeout
-        self._changed = threading.Condition()
-        self._items: deque[T] = deque()
-        self._closed = False
+        self._items, self._timeout, self._closed = SimpleQueue(), timeout, False
 
     def put(self, item: T) -> None:
-        with self._changed:
-            self._items.append(item)
-            self._changed.notify()
+        self._items.put(item)
 
     def get(self, what: str) -> T:
         """The oldest item.
@@ -43,15 +37,16 @@ class Mailbox(Generic[T]):
             Stopped: the mailbox is closed.
             Stalled: nothing came in time.
         """
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._items or self._closed, self._timeout):
-                raise Stalled(f"waited {self._timeout:g} s for {what}")
-            if self._closed:
-                raise Stopped
-            return self._items.popleft()
+        try:
+            item = self._items.get(timeout=self._timeout)
+        except Empty:
+            raise Stalled(f"waited {self._timeout:g} s for {what}") from None
+        if self._closed:
+            self.close()  # the next wait, too
+            raise Stopped
+        return item
 
     def close(self) -> None:
-        """Ends every wait, now and later."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        """Ends every wait, now and later, whatever is left."""
+        self._closed = True
+        self._items.put(None)

@@ -100,7 +100,7 @@ def resolve_start(args: SebulbaArgs) -> Start:
             raise UsageError(f"--actor-device-ids and --learner-device-ids: {needed}; start a multiple of them")
     device, layout = validate_start(args, num_groups)
     seed_everything(args.seed)
-    with closing(make_pool(args.env_id, range(1), args.seed, args.protocol)) as example:
+    with closing(make_pool(args.env_id, range(1), args.seed, args.protocol, args.env_backend)) as example:
         space, num_actions = example.single_observation_space, int(example.single_action_space.n)
     if not as_rank:
         return Start(args, layout, None, device, space, num_actions, slurm)

@@ -290,7 +290,13 @@ def require_envpool_env(env_id: str, what: str) -> None:
 
 
 def make_envs(
-    env_id: str, num_envs: int, seed: int, backend: EnvBackend = "gymnasium", num_threads: int = 0, start: int = 0
+    env_id: str,
+    num_envs: int,
+    seed: int,
+    backend: EnvBackend = "gymnasium",
+    num_threads: int = 0,
+    start: int = 0,
+    first_index: int = 0,
 ) -> VectorEnv:
     """Vectorised environments in NEXT_STEP autoreset mode.
 
@@ -300,11 +306,12 @@ def make_envs(
         backend: ``gymnasium`` steps serially in this process; ``envpool`` on ``num_threads`` C++ threads (0: its own
             choice), which pays with many environments.
         start: environment steps at which this process takes the run up, 0 on a fresh start.
+        first_index: number of the first environment among all of the run.
 
     Raises:
         UsageError: unknown environment, or a missing package.
     """
-    seeds = env_seeds(seed, num_envs, start=start)
+    seeds = env_seeds(seed, num_envs, first_index, start)
     if backend == "gymnasium":
         return SerialVectorEnv([make_env(env_id) for _ in range(num_envs)], seeds)
     require_envpool_env(env_id, "--env-backend envpool")

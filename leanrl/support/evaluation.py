@@ -161,14 +161,15 @@ def play(
 
 def atari_protocol(script: ModuleType, args: dict) -> AtariProtocol | None:
     """How a run played its Atari game: by its --protocol, or its script's PROTOCOL; None where it played none."""
-    if is_distributed(args):
-        return PROTOCOLS[args["protocol"]] if args["env_id"] in atari_games() else None
+    if "protocol" in args:
+        in_envpool = backend_of(args) == "envpool" and args["env_id"] in atari_games()
+        return PROTOCOLS[args["protocol"]] if in_envpool else None
     return getattr(script, "PROTOCOL", None)
 
 
-def is_distributed(args: dict) -> bool:
-    """Whether ``args`` are a distributed script's; all environments of those are EnvPool's."""
-    return "protocol" in args
+def backend_of(args: dict) -> EnvBackend:
+    """What stepped the environments of a run with ``args``; the distributed scripts once knew EnvPool alone."""
+    return args.get("env_backend", "envpool" if "protocol" in args else "gymnasium")
 
 
 def make_evaluation_envs(args: dict, seed: int, rendering: bool, protocol: AtariProtocol | None, sticky: bool):
@@ -182,7 +183,7 @@ def make_evaluation_envs(args: dict, seed: int, rendering: bool, protocol: Atari
         envs = make_atari_envs(env_id, 1, seed, protocol.for_evaluation(sticky), render_mode=render_mode, **at)
         return envs, envs
     # The other backend's environment of that name has other dice, may have other observations, or may not be there.
-    backend = "envpool" if is_distributed(args) else args.get("env_backend", "gymnasium")
+    backend = backend_of(args)
     if rendering:
         backend = drawing_backend(env_id, backend)
     if backend == "envpool":

@@ -418,7 +418,7 @@ def measure_layouts(
     Raises:
         SystemExit: a run failed.
     """
-    with closing(make_pool(args.env_id, range(1), args.seed, args.protocol)) as pool:
+    with closing(make_pool(args.env_id, range(1), args.seed, args.protocol, args.env_backend)) as pool:
         space, num_actions = pool.single_observation_space, int(pool.single_action_space.n)
     agent = importlib.import_module(f"leanrl.{script}").make_agent(space, num_actions, args)
     rollout = Rollout.allocate(space, args.num_steps, 1, torch.device("cpu"))

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from leanrl.sebulba.layout import parse_layout
 from leanrl.support.checkpoints import load_last_checkpoint
+from leanrl.support.envs import EnvBackend
 from leanrl.support.errors import bad, require_at_least
 from leanrl.tools import common
 from leanrl.tools.trials import DISTRIBUTED, SCRIPTS, Contender, require_distinct, require_valid, run_groups
@@ -41,6 +42,8 @@ class Args(common.OutArgs):
     """values of --policy-lag"""
     env_id: str = "CartPole-v1"
     """environment"""
+    env_backend: EnvBackend = "envpool"
+    """what steps it"""
     num_envs: int = 32
     """environments in all, the same in every layout"""
     num_shards: int = 4
@@ -80,7 +83,7 @@ def command(run: Run, args: Args, folder: Path) -> list[str]:
         sys.executable,
         str(SCRIPTS / f"{run.script}.py"),
         "--device=cpu",
-        f"--env-id={args.env_id}",
+        *(f"--env-id={args.env_id}", f"--env-backend={args.env_backend}"),
         f"--seed={args.seed}",
         f"--total-timesteps={run.updates * args.num_envs * args.num_steps}",
         *("--actor-device-ids", *map(str, actors), "--learner-device-ids", *map(str, learners)),
