@@ -36,6 +36,7 @@ def run_here(monkeypatch, folder, run, args=ARGS):
         ("cleanba_ppo", 0, "a0-l1,0-d1", {}),
         ("cleanba_impala", 1, "a0-l1,2-d1", {}),
         ("cleanba_impala", 0, "a0-l1-d1", {"env_backend": "gymnasium"}),
+        ("cleanba_ppo", 0, "a0-l1,2-d1", {"env_id": "Pendulum-v1"}),
     ],
 )
 def test_layouts_learn_the_same(monkeypatch, tmp_path, script, lag, layout, changes):
@@ -49,13 +50,16 @@ def test_layouts_learn_the_same(monkeypatch, tmp_path, script, lag, layout, chan
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("script", DISTRIBUTED)
 @pytest.mark.parametrize("lag", [0, 1, 2])
-def test_every_layout_learns_the_same(tmp_path, script, lag):
+@pytest.mark.parametrize(
+    "script, env_id", [*[(script, "CartPole-v1") for script in DISTRIBUTED], ("cleanba_ppo", "Pendulum-v1")]
+)
+def test_every_layout_learns_the_same(tmp_path, script, env_id, lag):
     layouts = ("a0-l0-d1", "a0-l0,1-d1", "a0-l1-d1", "a0-l1,2-d1", "a0-l0-d2", "a0,1-l2,1-d1")
-    prints = [fingerprint(execute(Run(script, layout, lag, True, UPDATES), ARGS, tmp_path)) for layout in layouts]
+    args = replace(ARGS, env_id=env_id)
+    prints = [fingerprint(execute(Run(script, layout, lag, True, UPDATES), args, tmp_path)) for layout in layouts]
     assert len(set(prints)) == 1
-    ones = [execute(Run(script, layout, lag, False, 1), ARGS, tmp_path) for layout in layouts]
+    ones = [execute(Run(script, layout, lag, False, 1), args, tmp_path) for layout in layouts]
     assert max(difference(ones[0], one) for one in ones) < 1e-5
 
 
@@ -76,12 +80,12 @@ def seed_off(monkeypatch):
 
 def noise_off(monkeypatch):
     """One environment draws the noise of another."""
-    gumbel = ppo.gumbel_noise
+    draw = ppo.action_noise
 
     def noise(seed, envs, *rest):
-        return gumbel(seed, range(envs.start + 1, envs.stop + 1), *rest)
+        return draw(seed, range(envs.start + 1, envs.stop + 1), *rest)
 
-    monkeypatch.setattr(ppo, "gumbel_noise", noise)
+    monkeypatch.setattr(ppo, "action_noise", noise)
 
 
 def reduction_off(monkeypatch):
@@ -123,23 +127,24 @@ def test_a_wrong_lag_ends_the_run(monkeypatch, tmp_path, capsys, lag):
     assert expected in capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("script", DISTRIBUTED)
-def test_acting_follows_the_learner(monkeypatch, tmp_path, script):
+@pytest.mark.parametrize(
+    "script, env_id", [*[(script, "CartPole-v1") for script in DISTRIBUTED], ("cleanba_ppo", "Pendulum-v1")]
+)
+def test_acting_follows_the_learner(monkeypatch, tmp_path, script, env_id):
     """With lag 0, actors tell the probabilities and values of the parameters that the learner begins with."""
     rollouts_due, errors = Worker.rollouts_due, []
 
     @torch.no_grad()
     def compare(worker):
         for rollout in worker.shards.values():
-            logits, values = worker._agent(rollout.obs[:-1].flatten(0, 1))
-            told = rollout.actions.flatten()
-            logprobs = logits.log_softmax(1)[torch.arange(len(told)), told]
+            policy, values = worker._agent(rollout.obs[:-1].flatten(0, 1))
+            logprobs = ppo.distribution(policy).log_prob(rollout.actions.flatten(0, 1))
             errors.append((logprobs - rollout.logprobs.flatten()).abs().max().item())
             torch.testing.assert_close(rollout.values.flatten(), values, rtol=1e-5, atol=1e-5)
 
     monkeypatch.setattr(Worker, "rollouts_due", lambda self: (compare(self) or n for n in rollouts_due(self)))
     flags = ["--total-timesteps=5120", "--policy-lag=0", "--num-shards=2", "--learning-rate=0.01"]
-    assert run_alone(monkeypatch, script, *tiny(tmp_path, *flags)) == 0
+    assert run_alone(monkeypatch, script, *tiny(tmp_path, *flags, f"--env-id={env_id}")) == 0
     assert len(errors) == 40 and max(errors) < 1e-5
 
 
@@ -180,7 +185,7 @@ def test_accumulated_gradients_are_the_whole_ones(monkeypatch, tmp_path, script)
 def test_environments_and_noise_are_disjoint(monkeypatch, tmp_path):
     """Over threads: no two environments of a run see the same, or draw the same."""
     seen, drawn = [], []
-    observe, gumbel = actor.ThreadRollout.observe, ppo.gumbel_noise
+    observe, draw = actor.ThreadRollout.observe, ppo.action_noise
 
     def watch(self, step, obs):
         if step == 0:
@@ -188,7 +193,7 @@ def test_environments_and_noise_are_disjoint(monkeypatch, tmp_path):
         return observe(self, step, obs)
 
     monkeypatch.setattr(actor.ThreadRollout, "observe", watch)
-    monkeypatch.setattr(ppo, "gumbel_noise", lambda *args: drawn.append(gumbel(*args)) or drawn[-1])
+    monkeypatch.setattr(ppo, "action_noise", lambda *args: drawn.append(draw(*args)) or drawn[-1])
     assert run_alone(monkeypatch, "cleanba_ppo", *tiny(tmp_path, "--total-timesteps=512", "--num-actor-threads=4")) == 0
     first, noise = np.concatenate(seen), np.concatenate(drawn, 1)
     assert len(np.unique(first, axis=0)) == 32 and noise.shape[1] == 32

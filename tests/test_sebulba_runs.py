@@ -114,7 +114,7 @@ def test_a_trained_agent_is_evaluated(monkeypatch, tmp_path):
 def test_models_with_one_hidden_layer_still_load():
     space = Box(0, 255, (4, 20, 20), np.uint8)
     torch.manual_seed(0)
-    agent = cleanba_ppo.make_agent(space, 3, cleanba_ppo.Args(channels=(4,), hiddens=(32,)))
+    agent = cleanba_ppo.make_agent(space, Discrete(3), cleanba_ppo.Args(channels=(4,), hiddens=(32,)))
     model = {"agent": agent.state_dict(), "network": {"torso": "impala", "channels": [4], "hidden": 32}}
     spaces = SimpleNamespace(single_observation_space=space, single_action_space=Discrete(3))
     obs = np.zeros((1000, *space.shape), np.uint8)
@@ -174,6 +174,50 @@ def test_any_environment_of_gymnasiums_is_learned_and_played(monkeypatch, tmp_pa
         gym.registry.pop("LeanRLEcho-v0")
     assert summary(tmp_path / "run")["episodes"] == 16 * (25600 // 16 // 11)  # of 10 steps, and one that resets
     assert np.mean(returns) > 6  # by chance: 3.3
+
+
+class Reach(gym.Env):
+    """The action is to be the cue, which lies around 5,000 and comes with what is always the same."""
+
+    observation_space = Box(-np.inf, np.inf, (2,), np.float64)
+    action_space = Box(-1, 1, (1,), np.float32)
+
+    def _observe(self) -> np.ndarray:
+        self._cue = self.np_random.uniform(-1, 1)
+        return np.array([5000 + 100 * self._cue, 7.0])
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self._observe(), {}
+
+    def step(self, action):
+        assert action.shape == (1,) and abs(action[0]) <= 1
+        reward = -100 * float(action[0] - self._cue) ** 2
+        return self._observe(), reward, False, False, {}
+
+
+def test_continuous_actions_are_learned_resumed_and_played(monkeypatch, tmp_path):
+    """What observations and rewards are normalised with is saved, and goes on with the next start."""
+    gym.register("LeanRLReach-v0", Reach, max_episode_steps=10)
+    try:
+        flags = ["--env-backend=gymnasium", "--env-id=LeanRLReach-v0", "--learning-rate=0.003", "--gamma=0"]
+        flags += ["--update-epochs=10", "--clip-coef=0.2", "--ent-coef=0", "--num-shards=2", "--save-model"]
+        assert run_alone(monkeypatch, "cleanba_ppo", *tiny(tmp_path, *flags, "--total-timesteps=6400")) == 0
+        first = newest_checkpoint(tmp_path / "run")[1]["script"]["agent"]
+        flags = ["--resume", tmp_path / "run", "--total-timesteps=12800"]
+        assert run_alone(monkeypatch, "cleanba_ppo", *flags) == 0
+        agent = newest_checkpoint(tmp_path / "run")[1]["script"]["agent"]
+        returns = play(tmp_path / "run", episodes=20)
+        assert returns == play(tmp_path / "run", episodes=20)
+    finally:
+        gym.registry.pop("LeanRLReach-v0")
+    # 16 environments of 400 steps each time, of which every eleventh only resets.
+    for number, moments in ((1, first), (2, agent)):
+        assert moments["obs_moments.count"] == moments["return_moments.count"] == number * 16 * (400 - 36)
+    assert agent["obs_moments.mean"].tolist() == pytest.approx([5000, 7], abs=5)
+    assert agent["obs_moments.var"].tolist() == pytest.approx([100**2 / 3, 0], rel=0.1, abs=1e-6)
+    assert agent["return_moments.var"] > 1000 > 1 > agent["actor_logstd"].exp()
+    assert np.mean(returns) > -100  # standing still: -333
 
 
 @pytest.mark.parametrize("protocol", ["cleanba", "cleanrl"])
@@ -479,12 +523,12 @@ def test_layouts_of_cleanbas_readme(tmp_path, learners):
 # ----------------------------------------------------------------------------------------------------------- COMPILED
 
 
-def random_rollout(device):
+def random_rollout(action_space, device):
     generator = torch.Generator().manual_seed(0)
-    rollout = Rollout.allocate(Box(-1, 1, (4,)), 16, 8, torch.device("cpu"))
+    rollout = Rollout.allocate(Box(-1, 1, (4,)), action_space, 16, 8, torch.device("cpu"))
     for column, scale in ((rollout.obs, 1), (rollout.logprobs, 0.1), (rollout.values, 1), (rollout.rewards, 1)):
         column.copy_(scale * torch.randn(column.shape, generator=generator))
-    rollout.logprobs.sub_(0.7)
+    rollout.logprobs.sub_(0.7 if isinstance(action_space, Discrete) else 2.5)
     rollout.actions.copy_(torch.randint(2, rollout.actions.shape, generator=generator))
     for flag in (rollout.terminations, rollout.resets, rollout.dones):
         flag.copy_(torch.rand(flag.shape, generator=generator) < 0.1)
@@ -499,15 +543,21 @@ MODES = [
 ]
 
 
-@pytest.mark.parametrize("script", DISTRIBUTED)
+@pytest.mark.parametrize(
+    "script, action_space",
+    [*[(script, Discrete(2)) for script in DISTRIBUTED], ("cleanba_ppo", Box(-1, 1, (2,)))],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
 @pytest.mark.parametrize("mode, device", MODES)
-def test_compiled_updates_equal_eager_ones(script, mode, device):
-    """Hundreds of gradient steps, from a warm-up that left no trace."""
+def test_compiled_updates_equal_eager_ones(script, action_space, mode, device):
+    """Hundreds of gradient steps, from a warm-up that left no trace; and what is acted with afterwards."""
     module, device, outcomes = importlib.import_module(f"leanrl.{script}"), torch.device(device), []
     for switches in ({}, mode):
         args = module.Args(num_steps=16, total_timesteps=100 * 128, num_minibatches=2, num_envs=8, **switches)
         torch.manual_seed(0)
-        agent, rollout = module.VectorAgent(4, 2).to(device), random_rollout(device)
+        agent = module.make_agent(Box(-1, 1, (4,)), action_space, args).to(device)
+        rollout = random_rollout(action_space, device)
+        act = make_executable(module.make_act(agent, args), device, args.compile, args.cudagraphs)
         start = deepcopy(agent.state_dict())
         optimizer = (Adam if script == "cleanba_ppo" else RMSprop)(agent.parameters(), lr=args.learning_rate)
         if script == "cleanba_ppo":
@@ -527,8 +577,11 @@ def test_compiled_updates_equal_eager_ones(script, mode, device):
         assert leaves(agent.state_dict()) == leaves(start) and optimizer.num_steps.item() == 0
         losses = torch.stack([train().cpu() for _ in range(150)])
         assert optimizer.num_steps.item() == 300
-        outcomes.append((losses, [p.detach().cpu() for p in agent.parameters()]))
-        assert any((p.cpu() - q.cpu()).abs().max() > 1e-2 for p, q in zip(outcomes[-1][1], start.values(), strict=True))
+        noise = torch.linspace(-1, 1, 16, device=device).view(8, 2)
+        for _ in range(WARMUP_CALLS):
+            acted = act(rollout.obs[0], noise)
+        outcomes.append((losses, [acted.cpu(), *(p.detach().cpu() for p in agent.parameters())]))
+        assert any((agent.state_dict()[name] - x).abs().max() > 1e-2 for name, x in start.items())
     (losses, params), (their_losses, their_params) = outcomes
     torch.testing.assert_close(params, their_params, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(losses, their_losses, rtol=1e-2, atol=1e-3)
@@ -562,7 +615,6 @@ BAD = [
     ["--actor-device-ids", "-1"],
     ["--total-timesteps", "255"],
     ["--env-id", "CartPol-v1"],
-    ["--env-id", "Pendulum-v1"],
     ["--torso", "impala"],
     ["--device", "cuda:1"],
     ["--device", "nonsense"],
@@ -578,6 +630,17 @@ def test_bad_values_are_one_line_and_nothing_is_written(capsys, tmp_path, script
     assert run(script, *tiny(tmp_path / "runs"), *flags) == 2
     out, err = capsys.readouterr()
     assert err.startswith(f"{script}.py: {' '.join(flags)}: ") and err.count("\n") == 1 and out == "", err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "script, flags",
+    [("cleanba_impala", []), ("cleanba_ppo", ["--torso=nature"]), ("cleanba_ppo", ["--torso=impala"])],
+)
+def test_continuous_actions_that_cannot_be_learned(capsys, tmp_path, script, flags):
+    assert run(script, *tiny(tmp_path / "runs"), "--env-id=Pendulum-v1", *flags) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"{script}.py: --env-id Pendulum-v1: has continuous actions") and err.count("\n") == 1
     assert not (tmp_path / "runs").exists()
 
 
@@ -648,7 +711,7 @@ def test_presets_are_sebulbas_numbers(name, num_threads, num_envs, num_steps):
     module.validate(args)
     layout = Layout.of(args)
     module.validate_shards(args, layout)
-    assert str(layout) == "a0-l1,2,3-d1" and layout.num_envs == num_threads * num_envs
+    assert (len(layout.parts), layout.num_learners) == (4, 3) and layout.num_envs == num_threads * num_envs
     assert (args.num_actor_threads, args.local_num_envs, args.num_steps) == (num_threads, num_envs, num_steps)
     assert (args.learning_rate, args.num_minibatches, args.update_epochs) == (1e-3, 16, 2)
     assert (args.protocol, args.env_id, args.total_timesteps) == ("cleanrl", "Breakout-v5", 100_000_000)

@@ -201,9 +201,7 @@ def untrained_distributed(run_dir: Path, env_id: str) -> Path:
     """A run directory of cleanba_ppo with a random policy for an environment of EnvPool's."""
     torch.manual_seed(0)
     with closing(make_pool(env_id, range(1), 1, "cleanba")) as pool:
-        agent = cleanba_ppo.make_agent(
-            pool.single_observation_space, int(pool.single_action_space.n), cleanba_ppo.Args()
-        )
+        agent = cleanba_ppo.make_agent(pool.single_observation_space, pool.single_action_space, cleanba_ppo.Args())
     facts = {"script": "cleanba_ppo", "args": {"env_id": env_id, "protocol": "cleanba"}}
     run_dir.mkdir()
     (run_dir / "args.json").write_text(json.dumps(facts))

@@ -1,10 +1,7 @@
 """Pools of environments for actor threads: Atari in either protocol, and others of EnvPool's or Gymnasium's."""
 
-import gymnasium as gym
-
 from leanrl.support.atari import PROTOCOLS, atari_games, make_atari_envs
-from leanrl.support.envs import EnvBackend, make_envs, require_numbered_actions
-from leanrl.support.errors import bad
+from leanrl.support.envs import EnvBackend, make_envs, require_learnable
 
 
 def make_pool(env_id: str, envs: range, seed: int, protocol: str, backend: EnvBackend = "envpool", **options):
@@ -22,7 +19,5 @@ def make_pool(env_id: str, envs: range, seed: int, protocol: str, backend: EnvBa
     if backend == "envpool" and env_id in atari_games():
         return make_atari_envs(env_id, len(envs), seed, PROTOCOLS[protocol], first_index=envs.start, **options)
     pool = make_envs(env_id, len(envs), seed, backend, first_index=envs.start, **options)
-    require_numbered_actions(pool, env_id)
-    if not isinstance(obs := pool.single_observation_space, gym.spaces.Box):
-        raise bad("env_id", env_id, f"has observations of {obs}; this script needs an array of numbers")
+    require_learnable(pool, env_id)
     return pool

@@ -1,9 +1,6 @@
 """Waiting for things between threads, with time limits, until the run ends."""
 
 from queue import Empty, SimpleQueue
-from typing import Generic, TypeVar
-
-T = TypeVar("T")
 
 
 class Stopped(Exception):
@@ -14,7 +11,7 @@ class Stalled(Exception):
     """Something that was waited for did not come in time; the message says who waited for whom."""
 
 
-class Mailbox(Generic[T]):
+class Mailbox(SimpleQueue):
     """First in, first out, for one reader. Putting never blocks: the number of things that go round bounds it.
 
     Args:
@@ -22,12 +19,9 @@ class Mailbox(Generic[T]):
     """
 
     def __init__(self, timeout: float) -> None:
-        self._items, self._timeout, self._closed = SimpleQueue(), timeout, False
+        self._timeout, self._closed = timeout, False
 
-    def put(self, item: T) -> None:
-        self._items.put(item)
-
-    def get(self, what: str) -> T:
+    def get(self, what: str):
         """The oldest item.
 
         Args:
@@ -38,7 +32,7 @@ class Mailbox(Generic[T]):
             Stalled: nothing came in time.
         """
         try:
-            item = self._items.get(timeout=self._timeout)
+            item = super().get(timeout=self._timeout)
         except Empty:
             raise Stalled(f"waited {self._timeout:g} s for {what}") from None
         if self._closed:
@@ -49,4 +43,4 @@ class Mailbox(Generic[T]):
     def close(self) -> None:
         """Ends every wait, now and later, whatever is left."""
         self._closed = True
-        self._items.put(None)
+        self.put(None)

@@ -348,8 +348,8 @@ def require_discrete_actions(envs: VectorEnv, env_id: str) -> None:
     require_vector_observations(envs, env_id)
 
 
-def require_continuous_actions(envs: VectorEnv, env_id: str) -> None:
-    """UsageError unless actions and observations are vectors of real numbers, the actions bounded."""
+def require_bounded_actions(envs: VectorEnv, env_id: str) -> None:
+    """UsageError unless actions are vectors of real numbers within bounds."""
     action = envs.single_action_space
     if not isinstance(action, gym.spaces.Box):
         raise bad("env_id", env_id, f"has {type(action).__name__} actions; this script needs continuous (Box) ones")
@@ -357,7 +357,20 @@ def require_continuous_actions(envs: VectorEnv, env_id: str) -> None:
         raise bad("env_id", env_id, f"has actions of shape {action.shape}; this script needs vectors")
     if not (np.abs([action.low, action.high]) < np.finfo(np.float32).max).all():
         raise bad("env_id", env_id, "has unbounded actions; this script needs finite bounds")
+
+
+def require_continuous_actions(envs: VectorEnv, env_id: str) -> None:
+    """UsageError unless actions and observations are vectors of real numbers, the actions bounded."""
+    require_bounded_actions(envs, env_id)
     require_vector_observations(envs, env_id)
+
+
+def require_learnable(envs: VectorEnv, env_id: str) -> None:
+    """UsageError unless observations are arrays of numbers, and actions numbered from 0 or bounded vectors of them."""
+    is_continuous = isinstance(envs.single_action_space, gym.spaces.Box)
+    (require_bounded_actions if is_continuous else require_numbered_actions)(envs, env_id)
+    if not isinstance(obs := envs.single_observation_space, gym.spaces.Box):
+        raise bad("env_id", env_id, f"has observations of {obs}; this script needs an array of numbers")
 
 
 def require_vector_observations(envs: VectorEnv, env_id: str) -> None:
