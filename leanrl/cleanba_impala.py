@@ -61,8 +61,9 @@ class Args(SebulbaArgs):
     hiddens: tuple[int, ...] = (256,)
     """widths of the layers behind the impala torso (nature: 512, mlp: two layers of 64)"""
 
-    policy_lag: int = 1
-    """rollout r is produced by the parameters after r - 1 - POLICY_LAG updates; 0 is synchronous"""
+    policy_lag: int | Literal["newest"] = 1
+    """rollout r is produced by the parameters after r - 1 - POLICY_LAG updates, 0 is synchronous; newest: by those that
+    are there, at most 2 behind, and no run repeats another"""
 
     learning_rate: float = 6e-4
     """learning rate of RMSProp"""

@@ -6,7 +6,7 @@ are drawn at random within logical shards that do not depend on the layout, epis
 bootstrapped, and steps that only reset an environment are left out of the loss. The runtime is leanrl/sebulba/.
 
     python leanrl/cleanba_ppo.py --env-id Breakout-v5                                # actor and learner on one device
-    python leanrl/cleanba_ppo.py --actor-device-ids 0 --learner-device-ids 1 2       # an actor and two learners
+    python leanrl/cleanba_ppo.py --actor-device-ids 0 --learner-device-ids 1 2 --policy-lag 1   # act while others learn
     python leanrl/cleanba_ppo.py --env-id CartPole-v1 --device cpu --learner-device-ids 0 1 --total-timesteps 500000
     python leanrl/cleanba_ppo.py --env-id HalfCheetah-v4 --device cpu --local-num-envs 4 --num-steps 256 \\
         --num-minibatches 32 --update-epochs 10 --learning-rate 3e-4 --clip-coef 0.2 --ent-coef 0 \\

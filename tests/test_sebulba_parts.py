@@ -231,6 +231,33 @@ def test_threads_get_exactly_the_version_that_is_due(monkeypatch, lag):
     assert not errors
 
 
+def test_threads_take_the_newest_version_that_is_there(monkeypatch):
+    """And play on where there is none."""
+    for name, value in ALONE.items():
+        monkeypatch.setenv(name, value)
+    sizes = {"local_num_envs": 1, "num_steps": 1, "num_actor_threads": 1, "total_timesteps": 4}
+    start, errors = resolve_start(ppo.Args(env_id="CartPole-v1", policy_lag="newest", timeout=20, **sizes)), []
+    agent = ActingAgent(torch.nn.Linear(1, 1, bias=False), "none")
+    thread = ActorThread(start, 0, agent, 0, lambda *error: errors.append(error))
+
+    def play(thread):
+        for rollout in thread.rollouts():
+            rollout.choices[:] = thread.agent(torch.ones(1))  # its only parameter
+
+    agent.load(torch.zeros(1))
+    thread.start(play)
+    taken = [thread.take("the learner") for _ in range(2)]
+    assert [(rollout.values, *rollout.header[:2].tolist()) for (rollout,) in taken] == [(0, 1, 0), (0, 2, 0)]
+    for version in (1, 2):
+        thread.put_params(version, torch.full((1,), float(version)))
+    for number, pieces in zip((3, 4), taken, strict=True):
+        thread.give_back(pieces)
+        (rollout,) = thread.take("the learner")
+        assert (rollout.values, *rollout.header[:2].tolist()) == (2, number, 2)
+    thread.join(20)
+    assert not errors
+
+
 def test_waits_end_with_a_stall_or_a_stop():
     mailbox = Mailbox(0.05)
     with pytest.raises(Stalled, match=r"waited 0\.05 s for a thing"):

@@ -48,7 +48,8 @@ from leanrl.tools.trials import REPOSITORY
 
 STATS = {
     *("rollout_time", "inference_time", "env_step_time", "device_to_host_time", "params_get_time", "queue_put_time"),
-    *("queue_get_time", "update_time", "all_reduce_time", "policy_lag"),
+    *("queue_get_time", "update_time", "all_reduce_time"),
+    *("policy_lag", "policy_lag_max"),
 }
 
 
@@ -100,6 +101,43 @@ def test_a_run_and_its_records(monkeypatch, tmp_path, script):
             assert all(start <= end for _, start, end in spans)
             assert all(before[2] == after[1] for before, after in itertools.pairwise(spans))
     assert [kind for kind, *_ in lines[0]["spans"]["actor thread 1 (rank 0)"]][1:] == ["wait for parameters", "rollout"]
+
+
+def test_actors_may_take_the_newest_parameters(monkeypatch, tmp_path):
+    """On the learner's device; and after a resume."""
+    flags = tiny(tmp_path, "--policy-lag=newest", "--total-timesteps=5120")
+    assert run_alone(monkeypatch, "cleanba_ppo", *flags) == 0
+    assert run_alone(monkeypatch, "cleanba_ppo", "--resume", tmp_path / "run", "--total-timesteps=10240") == 0
+    lags = newest_lags(tmp_path / "run")
+    assert len(lags) == 40 and lags[0] == lags[20] == 0 and max(lags) > 0  # each start begins with what there is
+
+
+def test_actors_on_other_devices_may_take_the_newest_parameters(tmp_path):
+    """Until a signal stops all."""
+    flags = tiny(tmp_path, "--policy-lag=newest", "--learner-device-ids", 1, "--total-timesteps=100000000")
+    process = launch("cleanba_impala", *flags)
+    wait_for_log(tmp_path / "run", process, points=30)
+    ranks_of(process)[0].send_signal(signal.SIGTERM)
+    code, out = finish(process)
+    assert code == 0 and summary(tmp_path / "run")["interrupted"], out
+    lags = newest_lags(tmp_path / "run")
+    assert len(lags) == last_step(tmp_path / "run") // 256 and max(lags) > 0
+
+
+def newest_lags(run_dir):
+    """The largest of each update; none is more than 2, which is what a thread's two rollouts allow."""
+    rows = read_metrics(run_dir)
+    for row in rows:
+        assert 0 <= row["stats/policy_lag"] <= row["stats/policy_lag_max"] <= 2
+    return [row["stats/policy_lag_max"] for row in rows]
+
+
+@pytest.mark.parametrize("script", DISTRIBUTED)
+def test_the_newest_parameters_are_learned_from(monkeypatch, tmp_path, script):
+    """A random policy balances CartPole's pole for 22 steps."""
+    flags = tiny(tmp_path, "--policy-lag=newest", "--learning-rate=0.002", "--log-frequency=100")
+    assert run_alone(monkeypatch, script, *flags, "--total-timesteps=400000", "--target-return=120") == 0
+    assert summary(tmp_path / "run")["episodic_return"] >= 120
 
 
 def test_a_trained_agent_is_evaluated(monkeypatch, tmp_path):
@@ -651,6 +689,10 @@ def test_continuous_actions_that_cannot_be_learned(capsys, tmp_path, script, fla
         (["--capture-video"], "--capture-video: "),
         (["--distributed"], "--distributed: SLURM_JOB_ID is not set"),
         (["--exact-reduction"], "use --num-shards 2"),
+        (
+            ["--exact-reduction", "--num-shards=2", "--policy-lag=newest"],
+            "--policy-lag newest: makes every run another",
+        ),
         (["--env-backend=gymnasium", "--env-id=Catch-v0"], "--env-id Catch-v0: is not a Gymnasium environment"),
         (
             ["--env-backend=gymnasium", "--env-id=FrozenLake-v1"],

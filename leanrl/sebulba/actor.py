@@ -109,8 +109,9 @@ class ActorThread:
         self._played: Mailbox[list[Rollout]] = Mailbox(args.timeout)
         self._params: Mailbox[tuple[int, torch.Tensor]] = Mailbox(args.timeout)
         # The schedule lets a thread play so many rollouts before the learner takes the first of them, which it copies
-        # and gives back ahead of its update: with a lag, a thread goes on while others still play.
-        for _ in range(args.policy_lag + 1):
+        # and gives back ahead of its update: with a lag, a thread goes on while others still play. Without a schedule
+        # one is played while another waits for the learner.
+        for _ in range(2 if args.policy_lag == "newest" else args.policy_lag + 1):
             self._free.put([start.allocate(len(piece.envs)) for piece in self.pieces])
 
     def start(self, play: Callable, *args) -> None:
@@ -142,12 +143,12 @@ class ActorThread:
 
         Before each, ``agent`` gets the parameters that are to produce it.
         """
-        first = version = self.first_step // self.process.batch_size
-        for number in range(first + 1, self.process.num_updates + 1):
+        version, lag = self.first_step // self.process.batch_size, self.process.args.policy_lag
+        for number in range(version + 1, self.process.num_updates + 1):
             waiting = time.time()
             pieces = self._free.get(f"a free buffer for rollout {number}, by {self.name}")
             started = time.time()
-            if number > first + 1 + self.process.args.policy_lag:  # all before are due from what the run begins with
+            while (version < number - 1 - lag) if lag != "newest" else not self._params.empty():
                 version, params = self._params.get(f"parameters of the learner, by {self.name}")
                 self.agent.load(params)
                 synchronize_stream(self.device)  # their memory is let go, and may be taken by another one

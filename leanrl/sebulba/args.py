@@ -47,8 +47,9 @@ class SebulbaArgs(RunArgs):
     """devices of a group that learn; a device in both lists does both in one process"""
     distributed: bool = False
     """this is one of several tasks under SLURM's variables, each with a group of its own"""
-    policy_lag: int = 0
-    """rollout r is produced by the parameters after r - 1 - POLICY_LAG updates; 0 is synchronous"""
+    policy_lag: int | Literal["newest"] = 0
+    """rollout r is produced by the parameters after r - 1 - POLICY_LAG updates, 0 is synchronous; newest: by those that
+    are there, at most 2 behind, and no run repeats another"""
     num_shards: int | None = None
     """parts of the global batch that are shuffled and normalised each by itself; by default one per learner"""
     exact_reduction: bool = False
@@ -85,7 +86,10 @@ def validate_runtime(args: SebulbaArgs) -> None:
     """Raises UsageError on the first flag of the runtime that cannot work, whatever the layout."""
     require_at_least(args, 1, "num_threads", "env_threads", "log_frequency", "checksum_frequency", "checkpoint_every")
     require_at_least(args, 1, "evaluate_episodes", "start_timeout")
-    require_at_least(args, 0, "policy_lag")
+    if args.policy_lag != "newest":
+        require_at_least(args, 0, "policy_lag")
+    elif args.exact_reduction:
+        raise bad("policy_lag", args.policy_lag, "makes every run another one; leave --exact-reduction out")
     require_at_least(args, 2, "timeout")  # a process gives a sign of life twice a second
     require_positive(args, "max_seconds", "snapshot_seconds")
     if args.target_return is not None and not math.isfinite(args.target_return):
@@ -105,8 +109,7 @@ def resolve_devices(args: SebulbaArgs) -> torch.device:
         for name in ("actor_device_ids", "learner_device_ids"):
             ids = getattr(args, name)
             if max(ids, default=0) >= torch.cuda.device_count():
-                there = f"this machine has {torch.cuda.device_count()} CUDA device(s), numbered from 0"
-                raise bad(name, ids, there)
+                raise bad(name, ids, f"this machine has {torch.cuda.device_count()} CUDA device(s), numbered from 0")
     return torch.device(device.type)
 
 

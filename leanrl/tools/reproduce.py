@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch.utils._pytree import tree_flatten_with_path
@@ -38,8 +39,8 @@ class Args(common.OutArgs):
     """distributed scripts"""
     layouts: tuple[str, ...] = LAYOUTS
     """the first is what the others are compared with"""
-    lags: tuple[int, ...] = (0, 1)
-    """values of --policy-lag"""
+    lags: tuple[int | Literal["newest"], ...] = (0, 1)
+    """values of --policy-lag; newest cannot be reproduced"""
     env_id: str = "CartPole-v1"
     """environment"""
     env_backend: EnvBackend = "envpool"
@@ -171,6 +172,10 @@ def main(args: Args) -> int:
     """0 if every layout computes the same, 1 if one does not."""
     require_distinct(args, "scripts", "layouts", "lags")
     require_at_least(args, 1, "num_envs", "num_shards", "num_steps", "updates")
+    if "newest" in args.lags:
+        raise bad(
+            "lags", args.lags, "newest parameters are other ones in every run; a lag must be counted to be repeated"
+        )
     if min(args.lags) < 0:
         raise bad("lags", args.lags, "must be at least 0")
     for script in args.scripts:
