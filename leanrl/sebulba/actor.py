@@ -148,6 +148,7 @@ class ActorThread:
             waiting = time.time()
             pieces = self._free.get(f"a free buffer for rollout {number}, by {self.name}")
             started = time.time()
+            # The first lag + 1 are due from what the run begins with. Without a schedule, from what has come until now.
             while (version < number - 1 - lag) if lag != "newest" else not self._params.empty():
                 version, params = self._params.get(f"parameters of the learner, by {self.name}")
                 self.agent.load(params)

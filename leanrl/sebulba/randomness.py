@@ -39,7 +39,7 @@ def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def policy_size(space: gym.Space) -> int:
-    """What a policy says of an action, and the noise that samples it: a number for each action, or of each one's."""
+    """Outputs of a policy, and noise that samples it: a number for each Discrete action, or for each of a Box."""
     return int(space.n) if isinstance(space, gym.spaces.Discrete) else space.shape[0]
 
 

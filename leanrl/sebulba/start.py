@@ -100,8 +100,8 @@ def resolve_start(args: SebulbaArgs) -> Start:
             raise UsageError(f"--actor-device-ids and --learner-device-ids: {needed}; start a multiple of them")
     device, layout = validate_start(args, num_groups)
     seed_everything(args.seed)
-    with closing(make_pool(args.env_id, range(1), args.seed, args.protocol, args.env_backend)) as example:
-        space, action_space = example.single_observation_space, example.single_action_space
+    with closing(make_pool(args.env_id, range(1), args.seed, args.protocol, args.env_backend, num_threads=1)) as pool:
+        space, action_space = pool.single_observation_space, pool.single_action_space
     if not as_rank:
         return Start(args, layout, None, device, space, action_space, slurm)
     part = layout.parts[int(os.environ["RANK"])]
