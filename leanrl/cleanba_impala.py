@@ -30,7 +30,7 @@ from leanrl.sebulba.actor import ActorThread
 from leanrl.sebulba.args import SebulbaArgs
 from leanrl.sebulba.collectives import sum_in_order
 from leanrl.sebulba.layout import Layout
-from leanrl.sebulba.randomness import gumbel_noise
+from leanrl.sebulba.randomness import action_noise
 from leanrl.sebulba.rollout import Rollout
 from leanrl.sebulba.start import Start, resolve_start
 from leanrl.sebulba.supervisor import supervise
@@ -47,7 +47,7 @@ from leanrl.support.scan import linear_recurrence
 @dataclass
 class Args(SebulbaArgs):
     env_id: str = "Breakout-v5"
-    """EnvPool environment with discrete actions"""
+    """environment with discrete actions, of EnvPool's or of Gymnasium's (see --env-backend)"""
     protocol: Literal["cleanba", "cleanrl"] = "cleanba"
     """how Atari games are played: sticky actions, all 18 actions and whole games, or lost lives that end episodes"""
     total_timesteps: int = 50_000_000
@@ -61,8 +61,9 @@ class Args(SebulbaArgs):
     hiddens: tuple[int, ...] = (256,)
     """widths of the layers behind the impala torso (nature: 512, mlp: two layers of 64)"""
 
-    policy_lag: int = 1
-    """rollout r is produced by the parameters after r - 1 - POLICY_LAG updates; 0 is synchronous"""
+    policy_lag: int | Literal["newest"] = 1
+    """rollout r is produced by the parameters after r - 1 - POLICY_LAG updates, 0 is synchronous; newest: by those that
+    are there, at most 2 behind, and no run repeats another"""
 
     learning_rate: float = 6e-4
     """learning rate of RMSProp"""
@@ -238,8 +239,11 @@ class VectorAgent(nn.Module):
 NETWORK_FLAGS = ("torso", "channels", "hiddens")
 
 
-def make_agent(space: gym.spaces.Box, num_actions: int, args: Args) -> nn.Module:
+def make_agent(space: gym.spaces.Box, action_space: gym.Space, args: Args) -> nn.Module:
     """The network that ``--torso`` names, or that the observations ask for. UsageError where they do not fit."""
+    if not isinstance(action_space, gym.spaces.Discrete):
+        raise bad("env_id", args.env_id, "has continuous actions; this script needs Discrete ones, unlike cleanba_ppo")
+    num_actions = int(action_space.n)
     is_image = space.dtype == np.uint8 and len(space.shape) == 3
     torso = args.torso if args.torso != "auto" else "impala" if is_image else "mlp"
     if torso == "mlp":
@@ -424,7 +428,7 @@ def play(thread: ActorThread, act: Callable, args: Args) -> None:
     obs, _ = thread.envs.reset()
     resets = np.zeros(len(obs), bool)  # where the next step only resets its environment
     for rollout in thread.rollouts():  # with the parameters that are due; delivered after the loop's body
-        noise = gumbel_noise(args.seed, thread.numbers, rollout.steps, thread.num_actions, thread.device)
+        noise = action_noise(args.seed, thread.numbers, rollout.steps, thread.action_space, thread.device)
         for step in range(args.num_steps):
             device_obs = rollout.observe(step, obs)
             for block in thread.blocks:  # all environments at once, or shard by shard
@@ -440,7 +444,7 @@ def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray
 
     The likeliest action alone can stay for ever where it does nothing, say before Breakout's next ball.
     """
-    agent = make_agent(envs.single_observation_space, int(envs.single_action_space.n), Args(**model["network"]))
+    agent = make_agent(envs.single_observation_space, envs.single_action_space, Args(**model["network"]))
     agent.load_state_dict(model["agent"])
     generator = torch.Generator().manual_seed(0)
 
@@ -472,7 +476,7 @@ def main(args: Args) -> None:
     validate(args)
     start = resolve_start(args)
     validate_shards(args, start.layout)
-    agent = make_agent(start.space, start.num_actions, args)
+    agent = make_agent(start.space, start.action_space, args)
     if start.part is None:
         supervise(start, __file__)  # a process for each device, every one of which runs this script
         return

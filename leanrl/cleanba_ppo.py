@@ -6,8 +6,11 @@ are drawn at random within logical shards that do not depend on the layout, epis
 bootstrapped, and steps that only reset an environment are left out of the loss. The runtime is leanrl/sebulba/.
 
     python leanrl/cleanba_ppo.py --env-id Breakout-v5                                # actor and learner on one device
-    python leanrl/cleanba_ppo.py --actor-device-ids 0 --learner-device-ids 1 2       # an actor and two learners
+    python leanrl/cleanba_ppo.py --actor-device-ids 0 --learner-device-ids 1 2 --policy-lag 1   # act while others learn
     python leanrl/cleanba_ppo.py --env-id CartPole-v1 --device cpu --learner-device-ids 0 1 --total-timesteps 500000
+    python leanrl/cleanba_ppo.py --env-id HalfCheetah-v4 --device cpu --local-num-envs 4 --num-steps 256 \\
+        --num-minibatches 32 --update-epochs 10 --learning-rate 3e-4 --clip-coef 0.2 --ent-coef 0 \\
+        --total-timesteps 1000000                                                    # continuous actions
     torchrun --nproc-per-node 2 leanrl/cleanba_ppo.py --learner-device-ids 0 1 --compile
 
 Layouts, launching and failures: doc/distributed.md
@@ -24,13 +27,13 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributions.categorical import Categorical
+from torch.distributions import Categorical, Distribution, Independent, Normal
 
 from leanrl.sebulba.actor import ActorThread
 from leanrl.sebulba.args import SebulbaArgs
 from leanrl.sebulba.collectives import sum_in_order
 from leanrl.sebulba.layout import Layout
-from leanrl.sebulba.randomness import gumbel_noise, shard_generator
+from leanrl.sebulba.randomness import action_noise, policy_size, shard_generator
 from leanrl.sebulba.rollout import Rollout
 from leanrl.sebulba.start import Start, resolve_start
 from leanrl.sebulba.supervisor import supervise
@@ -40,6 +43,7 @@ from leanrl.support.devices import one_thread
 from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
 from leanrl.support.executables import WARMUP_CALLS, make_executable
 from leanrl.support.layers import Float32Linear
+from leanrl.support.normalization import SummedMoments
 from leanrl.support.optim import Adam
 from leanrl.support.scan import linear_recurrence
 
@@ -47,7 +51,8 @@ from leanrl.support.scan import linear_recurrence
 @dataclass
 class Args(SebulbaArgs):
     env_id: str = "Breakout-v5"
-    """EnvPool environment with discrete actions"""
+    """environment, of EnvPool's or of Gymnasium's (see --env-backend). Where actions are continuous, observations and
+    rewards are normalised, over all environments"""
     protocol: Literal["cleanba", "cleanrl"] = "cleanba"
     """how Atari games are played: sticky actions, all 18 actions and whole games, or lost lives that end episodes"""
     total_timesteps: int = 50_000_000
@@ -239,21 +244,48 @@ class VectorAgent(nn.Module):
         return self.actor(obs), self.critic(obs).squeeze(-1)
 
 
+class Gaussian(NamedTuple):
+    """A policy of continuous actions: independent normal distributions, [B, action_dim] each."""
+
+    mean: torch.Tensor
+    logstd: torch.Tensor
+
+
+class ContinuousAgent(VectorAgent):
+    """The same for continuous actions: observations [B, ...] -> a Gaussian, values [B]
+
+    The standard deviation does not depend on the state. Observations are normalised; what they, and discounted returns,
+    are normalised with belongs to the network, so that it is saved and reaches the actors with its parameters.
+    """
+
+    def __init__(self, obs_dim: int, action_dim: int) -> None:
+        super().__init__(obs_dim, action_dim)
+        self.actor_logstd = nn.Parameter(torch.zeros(1, action_dim))
+        self.obs_moments, self.return_moments = SummedMoments(obs_dim), SummedMoments(1)
+
+    def forward(self, obs: torch.Tensor) -> tuple[Gaussian, torch.Tensor]:
+        mean, values = super().forward(self.obs_moments(obs.flatten(1)))
+        return Gaussian(mean, self.actor_logstd.expand_as(mean)), values
+
+
 # Of the flags, what ``make_agent`` reads; they are kept in model.pt.
 NETWORK_FLAGS = ("torso", "channels", "hiddens")
 
 
-def make_agent(space: gym.spaces.Box, num_actions: int, args: Args) -> nn.Module:
-    """The network that ``--torso`` names, or that the observations ask for. UsageError where they do not fit."""
+def make_agent(space: gym.spaces.Box, action_space: gym.Space, args: Args) -> nn.Module:
+    """The network that ``--torso`` names, or that the spaces ask for. UsageError where they do not fit."""
     is_image = space.dtype == np.uint8 and len(space.shape) == 3
     torso = args.torso if args.torso != "auto" else "impala" if is_image else "mlp"
+    is_continuous, out_dim = isinstance(action_space, gym.spaces.Box), policy_size(action_space)
     if torso == "mlp":
-        return VectorAgent(int(np.prod(space.shape)), num_actions)
+        return (ContinuousAgent if is_continuous else VectorAgent)(int(np.prod(space.shape)), out_dim)
+    if is_continuous:
+        raise bad("env_id", args.env_id, f"has continuous actions, but --torso {torso} has none; use --torso mlp")
     if not is_image or (torso == "nature" and space.shape[1:] != (84, 84)):
         raise bad("torso", torso, f"is for images; observations are {space.dtype} of shape {space.shape}")
     if torso == "nature":
-        return ImageAgent(NatureCNN(space.shape), 512, num_actions)
-    return ImageAgent(ImpalaCNN(space.shape, args.channels, args.hiddens), args.hiddens[-1], num_actions)
+        return ImageAgent(NatureCNN(space.shape), 512, out_dim)
+    return ImageAgent(ImpalaCNN(space.shape, args.channels, args.hiddens), args.hiddens[-1], out_dim)
 
 
 # ------------------------------------------------------------------------------------------------ TARGETS AND LOSSES
@@ -312,11 +344,19 @@ class Losses(NamedTuple):
     clipfrac: torch.Tensor
 
 
+def distribution(policy: torch.Tensor | Gaussian) -> Distribution:
+    """That of actions, of logits [B, num_actions] or a Gaussian."""
+    if isinstance(policy, Gaussian):
+        normal = Normal(policy.mean, policy.logstd.exp(), validate_args=False)
+        return Independent(normal, 1, validate_args=False)  # sums over the numbers of an action
+    return Categorical(logits=policy, validate_args=False)
+
+
 def ppo_loss(agent: nn.Module, minibatch: Minibatch, args: Args) -> tuple[torch.Tensor, Losses]:
     """PPO's clipped loss over one minibatch, and its parts (detached)."""
     obs, actions, logprobs, advantages, returns, weights = minibatch
-    logits, newvalue = agent(obs)
-    probs = Categorical(logits=logits, validate_args=False)
+    policy, newvalue = agent(obs)
+    probs = distribution(policy)
     logratio = probs.log_prob(actions) - logprobs
     ratio = logratio.exp()
 
@@ -370,6 +410,36 @@ def fill_targets(batch: Batch, rollout: Rollout, get_value: Callable, args: Args
     batch.advantages.copy_(advantages)
     batch.returns.copy_(advantages + rollout.values)
     batch.weights.copy_(1.0 - rollout.resets.float())
+
+
+def scale_rewards(
+    moments: SummedMoments,
+    rollouts: Sequence[Rollout],
+    discounted: Sequence[torch.Tensor],
+    sum_over_shards: Callable,
+    gamma: float,
+) -> None:
+    """Divides rewards by the deviation of all discounted returns up to now, and clips them to [-10, 10].
+
+    As Gymnasium's NormalizeReward does at each step; here for a rollout at once, over the environments of all shards.
+
+    Args:
+        moments: of the discounted returns, changed.
+        rollouts: those of this learner's shards, whose rewards are changed.
+        discounted: of each of them, the discounted returns [n] of its last step; 0 at first, changed.
+        sum_over_shards: what these say -> the sum of what all learners' say.
+    """
+    sums = []
+    for rollout, last in zip(rollouts, discounted, strict=True):
+        rewards, weights = rollout.rewards.double(), 1.0 - rollout.resets.double()
+        decays = gamma * weights  # a step that only resets its environment begins anew
+        rewards[0] += decays[0] * last
+        returns = linear_recurrence(rewards, decays)
+        last.copy_(returns[-1])
+        sums.append(moments.sums(returns.unsqueeze(2), weights))
+    moments.add(sum_over_shards(sums))
+    for rollout in rollouts:
+        rollout.rewards.div_(torch.sqrt(moments.var + 1e-8)).clamp_(-10.0, 10.0)
 
 
 def make_update(
@@ -445,7 +515,7 @@ def train_epoch(
 
 
 def make_act(agent: Callable, args: Args) -> Callable:
-    """The function ``act(obs, noise)``: [n, ...], Gumbel noise [n, num_actions] -> [3, n].
+    """The function ``act(obs, noise)``: [n, ...], ``action_noise`` [n, k] -> [3, n], or [action_dim + 2, n].
 
     It returns actions, their log-probabilities and values: as one tensor of float32, in which an action is exact.
     """
@@ -453,10 +523,13 @@ def make_act(agent: Callable, args: Args) -> Callable:
     @torch.no_grad()
     def act(obs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=args.amp == "bf16"):
-            logits, values = agent(obs)
+            policy, values = agent(obs)
+        if isinstance(policy, Gaussian):
+            actions = policy.mean + policy.logstd.exp() * noise
+            return torch.stack([*actions.unbind(1), distribution(policy).log_prob(actions), values])
         # A sample of the softmax: https://en.wikipedia.org/wiki/Gumbel_distribution#Gumbel_reparameterization_tricks
-        actions = (logits + noise).argmax(1)
-        logprobs = logits.log_softmax(1).gather(1, actions.unsqueeze(1)).squeeze(1)
+        actions = (policy + noise).argmax(1)
+        logprobs = policy.log_softmax(1).gather(1, actions.unsqueeze(1)).squeeze(1)
         return torch.stack([actions.float(), logprobs, values])
 
     return act
@@ -467,7 +540,7 @@ def play(thread: ActorThread, act: Callable, args: Args) -> None:
     obs, _ = thread.envs.reset()
     resets = np.zeros(len(obs), bool)  # where the next step only resets its environment
     for rollout in thread.rollouts():  # with the parameters that are due; delivered after the loop's body
-        noise = gumbel_noise(args.seed, thread.numbers, rollout.steps, thread.num_actions, thread.device)
+        noise = action_noise(args.seed, thread.numbers, rollout.steps, thread.action_space, thread.device)
         for step in range(args.num_steps):
             device_obs = rollout.observe(step, obs)
             for block in thread.blocks:  # all environments at once, or shard by shard
@@ -481,16 +554,20 @@ def play(thread: ActorThread, act: Callable, args: Args) -> None:
 def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
     """The policy of a saved model: observations [N, ...] -> actions [N], sampled as in training.
 
-    The likeliest action alone can stay for ever where it does nothing, say before Breakout's next ball.
+    The likeliest action alone can stay for ever where it does nothing, say before Breakout's next ball. Continuous
+    actions, [N, action_dim], are the means.
     """
-    agent = make_agent(envs.single_observation_space, int(envs.single_action_space.n), Args(**model["network"]))
+    space = envs.single_action_space
+    agent = make_agent(envs.single_observation_space, space, Args(**model["network"]))
     agent.load_state_dict(model["agent"])
     generator = torch.Generator().manual_seed(0)
 
     @torch.no_grad()
     def policy(obs: np.ndarray) -> np.ndarray:
-        logits, _ = agent(torch.from_numpy(obs))
-        return torch.multinomial(logits.softmax(1), 1, generator=generator).squeeze(1).numpy()
+        output, _ = agent(torch.from_numpy(obs))
+        if isinstance(output, Gaussian):
+            return np.clip(output.mean.numpy(), space.low, space.high)
+        return torch.multinomial(output.softmax(1), 1, generator=generator).squeeze(1).numpy()
 
     return policy
 
@@ -515,7 +592,7 @@ def main(args: Args) -> None:
     validate(args)
     start = resolve_start(args)
     validate_shards(args, start.layout)
-    agent = make_agent(start.space, start.num_actions, args)
+    agent = make_agent(start.space, start.action_space, args)
     if start.part is None:
         supervise(start, __file__)  # a process for each device, every one of which runs this script
         return
@@ -528,7 +605,8 @@ def main(args: Args) -> None:
     with join(start, __file__, agent, optimizer, network) as worker:
         # Of the actor threads and shards of this process, of which it may have none.
         acts = [make_act(thread.agent, args) for thread in worker.threads]
-        batches = [Batch.of(rollout) for rollout in worker.shards.values()]
+        rollouts = list(worker.shards.values())
+        batches = [Batch.of(rollout) for rollout in rollouts]
         get_value, gradients, step = make_update(agent, optimizer, batches, args)
         acts, get_value, gradients, step = make_executables(acts, get_value, gradients, step, start)
 
@@ -537,24 +615,31 @@ def main(args: Args) -> None:
                 with one_thread():  # as actor threads have
                     for thread, act in zip(worker.threads, acts, strict=True):
                         act(*thread.example)
-                for batch, rollout, gradient in zip(batches, worker.shards.values(), gradients, strict=True):
+                for batch, rollout, gradient in zip(batches, rollouts, gradients, strict=True):
                     fill_targets(batch, rollout, get_value, args)
                     mb_inds = torch.arange(num_rows // args.num_minibatches, device=device)
                     step(gradient(mb_inds.chunk(args.gradient_accumulation_steps)[0]))
         for thread, act in zip(worker.threads, acts, strict=True):
             thread.start(play, act, args)
 
+        is_continuous = isinstance(agent, ContinuousAgent)
+        discounted = [torch.zeros_like(rollout.rewards[0], dtype=torch.float64) for rollout in rollouts]
         for number in worker.rollouts_due():  # none where nothing is learned
             if args.anneal_lr:
                 frac = 1.0 - (number - 1.0) / start.num_updates
                 optimizer.param_groups[0]["lr"].fill_(frac * args.learning_rate)
-            for batch, rollout in zip(batches, worker.shards.values(), strict=True):
+            if is_continuous:
+                scale_rewards(agent.return_moments, rollouts, discounted, worker.sum_over_shards, args.gamma)
+            for batch, rollout in zip(batches, rollouts, strict=True):
                 fill_targets(batch, rollout, get_value, args)
             losses = torch.zeros(len(Losses._fields), device=device)
             for epoch in range((number - 1) * args.update_epochs, number * args.update_epochs):
                 orders = [shard_generator(args.seed, shard, epoch).permutation(num_rows) for shard in worker.shards]
                 b_inds = [torch.from_numpy(order).to(device) for order in orders]
                 losses += train_epoch(b_inds, gradients, step, worker.sum_over_shards, args) / args.update_epochs
+            if is_continuous:  # only now: actors and learners normalise a rollout's observations alike
+                sums = [agent.obs_moments.sums(batch.obs.flatten(2), batch.weights) for batch in batches]
+                agent.obs_moments.add(worker.sum_over_shards(sums))
             worker.publish(Losses(*losses), optimizer_steps=args.update_epochs * args.num_minibatches)
 
 

@@ -20,6 +20,7 @@ from leanrl.support.optim import Adam, RMSprop
 from leanrl.support.replay import LastStep, Replay
 
 META, NUM_ENVS = torch.device("meta"), 3
+THREE_ACTIONS = gym.spaces.Discrete(3)
 
 
 class Watch(TorchDispatchMode):
@@ -114,10 +115,10 @@ def pqn_atari():
     return [lambda: policy_step(side.rollout.obs[0]), update]
 
 
-def cleanba_ppo():
+def cleanba_ppo(action_space=THREE_ACTIONS, torso="auto"):
     script = importlib.import_module("leanrl.cleanba_ppo")
-    args = script.Args(num_envs=NUM_ENVS, num_steps=4, norm_adv=False)
-    agent, rollout, act = actor_learner(script, args)
+    args = script.Args(num_envs=NUM_ENVS, num_steps=4, norm_adv=False, torso=torso)
+    agent, rollout, act = actor_learner(script, args, action_space)
     batch = script.Batch.of(rollout)
     get_value, (gradient,), step = script.make_update(agent, Adam(agent.parameters(), lr=1e-3), [batch], args)
     script.fill_targets(batch, rollout, get_value, args)
@@ -125,25 +126,32 @@ def cleanba_ppo():
     return [lambda: get_value(rollout.obs[-1]), lambda: step(gradient(inds)), act]
 
 
+def continuous_cleanba_ppo():
+    return cleanba_ppo(gym.spaces.Box(-1, 1, (3,)), torso="mlp")
+
+
 def cleanba_impala():
     script = importlib.import_module("leanrl.cleanba_impala")
     args = script.Args(num_envs=NUM_ENVS, num_steps=4)
-    agent, rollout, act = actor_learner(script, args)
+    agent, rollout, act = actor_learner(script, args, THREE_ACTIONS)
     (gradient,), step = script.make_update(agent, RMSprop(agent.parameters(), lr=1e-3), [rollout], args)
     envs = torch.arange(2, device=META)
     return [lambda: step(gradient(envs)), act]
 
 
-def actor_learner(script, args):
+def actor_learner(script, args, action_space):
     space = gym.spaces.Box(0, 255, (4, 20, 20), np.uint8)
-    agent = script.make_agent(space, 3, args).to(META, memory_format=torch.channels_last)
-    rollout = Rollout.allocate(space, args.num_steps, NUM_ENVS, META)
+    agent = script.make_agent(space, action_space, args).to(META, memory_format=torch.channels_last)
+    rollout = Rollout.allocate(space, action_space, args.num_steps, NUM_ENVS, META)
     act, noise = script.make_act(ActingAgent(agent, args.amp), args), torch.zeros(NUM_ENVS, 3, device=META)
     return agent, rollout, lambda: act(rollout.obs[0], noise)
 
 
+DISTRIBUTED = [cleanba_ppo, continuous_cleanba_ppo, cleanba_impala]
+
+
 @pytest.mark.parametrize(
-    "make", [td3, sac, dqn, pqn, ppo, ppo_atari, pqn_atari, cleanba_ppo, cleanba_impala], ids=lambda make: make.__name__
+    "make", [td3, sac, dqn, pqn, ppo, ppo_atari, pqn_atari, *DISTRIBUTED], ids=lambda make: make.__name__
 )
 def test_nothing_leaves_the_device(make, monkeypatch):
     as_on_a_gpu(monkeypatch)

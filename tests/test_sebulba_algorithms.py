@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from gymnasium.spaces import Discrete
 from test_on_policy_targets import random_rollout
 
 import leanrl.cleanba_impala as impala
 import leanrl.cleanba_ppo as ppo
 import leanrl.ppo_atari_envpool as atari
+import leanrl.ppo_continuous_action as continuous
 from leanrl.sebulba.actor import ActingAgent, flatten
 from leanrl.support.errors import UsageError
 
@@ -22,8 +24,7 @@ VECTORS = gym.spaces.Box(-1, 1, (10, 5), np.float32)
 # ---------------------------------------------------------------------------------------------------------- NETWORKS
 
 
-SHARED = "layer_init conv3x3 ResidualBlock ConvSequence ImpalaCNN NatureCNN ImageAgent VectorAgent make_agent "
-SHARED += "make_act play load_policy"
+SHARED = "layer_init conv3x3 ResidualBlock ConvSequence ImpalaCNN NatureCNN ImageAgent VectorAgent play"
 
 
 @pytest.mark.parametrize("name", SHARED.split())
@@ -54,14 +55,14 @@ def test_pooling_pads_as_same_does(size):
 
 def test_impala_network():
     torch.manual_seed(0)
-    agent = ppo.make_agent(IMAGES, 18, ppo.Args())
+    agent = ppo.make_agent(IMAGES, Discrete(18), ppo.Args())
     obs = torch.randint(0, 256, (3, 4, 84, 84), dtype=torch.uint8)
     logits, values = agent(obs)
     assert logits.shape == (3, 18) and values.shape == (3,)
     # 84 -> 42 -> 21 -> 11, and 15 convolutions.
     convolutions = [m for m in agent.modules() if isinstance(m, torch.nn.Conv2d)]
     assert len(convolutions) == 15 and agent.torso[-2].in_features == 11 * 11 * 32
-    assert ppo.make_agent(IMAGES, 18, ppo.Args(hiddens=(8, 6)))(obs)[0].shape == (3, 18)
+    assert ppo.make_agent(IMAGES, Discrete(18), ppo.Args(hiddens=(8, 6)))(obs)[0].shape == (3, 18)
     for conv in convolutions:
         fan_in = conv.weight[0].numel()
         assert conv.weight.std().item() == pytest.approx(fan_in**-0.5, rel=0.1)
@@ -79,20 +80,20 @@ def test_impala_network():
 
 
 def test_the_observations_choose_the_network():
-    assert isinstance(ppo.make_agent(VECTORS, 3, ppo.Args()), ppo.VectorAgent)
-    nature = ppo.make_agent(IMAGES, 4, ppo.Args(torso="nature"))
+    assert isinstance(ppo.make_agent(VECTORS, Discrete(3), ppo.Args()), ppo.VectorAgent)
+    nature = ppo.make_agent(IMAGES, Discrete(4), ppo.Args(torso="nature"))
     assert nature(torch.zeros(2, 4, 84, 84, dtype=torch.uint8))[0].shape == (2, 4)
     assert isinstance(nature.torso, ppo.NatureCNN)
     for torso in ("impala", "nature"):
         with pytest.raises(UsageError, match=f"--torso {torso}: "):
-            ppo.make_agent(VECTORS, 3, ppo.Args(torso=torso))
+            ppo.make_agent(VECTORS, Discrete(3), ppo.Args(torso=torso))
 
 
 @pytest.mark.parametrize("torso", ["impala", "nature"])
 def test_acting_in_bf16_is_autocast(torso):
     """Bit for bit, with matrices that were rounded after the parameters changed last; heads are float32."""
     torch.manual_seed(0)
-    agent = ppo.make_agent(IMAGES, 4, ppo.Args(torso=torso))
+    agent = ppo.make_agent(IMAGES, Discrete(4), ppo.Args(torso=torso))
     ours = ActingAgent(agent, "bf16")
     act = ppo.make_act(ours, ppo.Args(amp="bf16"))
     obs, noise = torch.randint(0, 256, (3, *IMAGES.shape), dtype=torch.uint8), torch.randn(3, 4)
@@ -100,7 +101,7 @@ def test_acting_in_bf16_is_autocast(torso):
         before = act(obs, noise)
         for parameter in agent.parameters():
             parameter.mul_(2.0)
-        ours.load(flatten(agent.parameters()))
+        ours.load(flatten(agent))
         actions, logprobs, values = after = act(obs, noise)
         with torch.autocast("cpu", torch.bfloat16):
             logits, expected = agent(obs)
@@ -116,7 +117,7 @@ def test_acting_in_bf16_is_autocast(torso):
 def test_on_images_ppo_is_that_of_one_process(norm_adv):
     """The same network, loss and gradient, but that Cleanba does not clip the value loss."""
     torch.manual_seed(0)
-    ours, theirs = ppo.make_agent(IMAGES, 4, ppo.Args(torso="nature")), atari.Agent(4)
+    ours, theirs = ppo.make_agent(IMAGES, Discrete(4), ppo.Args(torso="nature")), atari.Agent(4)
     theirs.load_state_dict(dict(zip(theirs.state_dict(), ours.state_dict().values(), strict=True)))
     obs, actions = torch.randint(0, 256, (16, *IMAGES.shape), dtype=torch.uint8), torch.randint(4, (16,))
     logprobs = ours(obs)[0].log_softmax(1)[range(16), actions].detach() + 0.15 * torch.randn(16)
@@ -130,6 +131,94 @@ def test_on_images_ppo_is_that_of_one_process(norm_adv):
     gradients = torch.autograd.grad(loss, list(ours.parameters()))
     expected_gradients = torch.autograd.grad(expected, list(theirs.parameters()))
     torch.testing.assert_close(gradients, expected_gradients, rtol=1e-3, atol=1e-5)
+
+
+def continuous_minibatch(size=64, action_dim=3):
+    """A policy, values, and what they are compared with."""
+    g = torch.Generator().manual_seed(0)
+    mean, logstd, noise = (torch.randn(size, action_dim, generator=g) for _ in range(3))
+    policy = ppo.Gaussian(mean, 0.3 * logstd)
+    actions = mean + noise
+    logprobs = slow_logprob(policy, actions) + 0.2 * torch.randn(size, generator=g)
+    values, advantages, returns = 1 + torch.randn(3, size, generator=g)
+    weights = (torch.rand(size, generator=g) > 0.2).float()
+    return policy, values, ppo.Minibatch(torch.zeros(size), actions, logprobs, advantages, returns, weights)
+
+
+def slow_logprob(policy, actions):
+    """The logarithm of the product of the normal densities."""
+    std = policy.logstd.exp()
+    densities = (-0.5 * ((actions - policy.mean) / std) ** 2).exp() / (std * np.sqrt(2 * np.pi))
+    return densities.double().prod(1).log().float()
+
+
+def test_continuous_ppo_loss_is_the_papers_over_live_rows():
+    policy, values, batch = continuous_minibatch()
+    loss, parts = ppo.ppo_loss(lambda obs: (policy, values), batch, ppo.Args(norm_adv=False, ent_coef=0.1))
+    live = batch.weights > 0
+    ratio = (slow_logprob(policy, batch.actions) - batch.logprobs)[live].exp()
+    adv = batch.advantages[live]
+    pg_loss = -torch.min(adv * ratio, adv * ratio.clamp(0.9, 1.1)).mean()
+    v_loss = 0.5 * ((values - batch.returns)[live] ** 2).mean()
+    entropy = (0.5 * np.log(2 * np.pi * np.e) + policy.logstd[live]).sum(1).mean()
+    torch.testing.assert_close(loss, pg_loss - 0.1 * entropy + 0.5 * v_loss)
+    torch.testing.assert_close(tuple(parts)[:3], (pg_loss, v_loss, entropy))
+    assert 0.1 < parts.clipfrac < 0.9
+
+
+def continuous_agent():
+    """One whose observations are around 100, and its twin among the scripts of one process."""
+    torch.manual_seed(0)
+    ours = ppo.make_agent(gym.spaces.Box(-1, 1, (5,)), gym.spaces.Box(-1, 1, (3,)), ppo.Args())
+    with torch.no_grad():
+        ours.actor_logstd.copy_(torch.tensor([-0.5, 0.0, 0.3]))
+    ours.obs_moments.mean.copy_(100 + torch.randn(5))
+    ours.obs_moments.var.copy_(torch.rand(5) + 0.5)
+    theirs = continuous.Agent(5, 3)
+    state = ours.state_dict()
+    theirs.load_state_dict({name: state[name.replace("actor_mean", "actor")] for name in theirs.state_dict()})
+    obs = 100 + 3 * torch.randn(16, 5, dtype=torch.float64)
+    normalized = (obs - ours.obs_moments.mean) / torch.sqrt(ours.obs_moments.var + 1e-8)
+    return ours, theirs, obs, normalized.clamp(-10, 10).float()
+
+
+def test_with_continuous_actions_ppo_is_that_of_one_process():
+    """The same network, loss and gradient, but that Cleanba does not clip the value loss."""
+    ours, theirs, obs, normalized = continuous_agent()
+    *_, batch = continuous_minibatch(size=16)
+    logprobs = theirs.get_policy(normalized).log_prob(batch.actions).sum(1).detach() + 0.1 * batch.logprobs
+    batch = batch._replace(obs=obs, logprobs=logprobs)
+    loss, parts = ppo.ppo_loss(ours, batch, ppo.Args(clip_coef=0.2))
+    args = continuous.Args(clip_vloss=False, ent_coef=0.01)
+    told = {**batch._asdict(), "obs": normalized, "values": batch.returns}
+    expected, losses = continuous.ppo_loss(theirs, continuous.Minibatch(**told), args)
+    torch.testing.assert_close(tuple(parts), tuple(losses))
+    gradients, expected_gradients = (
+        dict(
+            zip(
+                [name for name, _ in agent.named_parameters()],
+                torch.autograd.grad(x, list(agent.parameters())),
+                strict=True,
+            )
+        )
+        for agent, x in ((ours, loss), (theirs, expected))
+    )
+    for name, gradient in expected_gradients.items():
+        torch.testing.assert_close(gradients[name.replace("actor_mean", "actor")], gradient)
+
+
+def test_continuous_actions_follow_their_noise():
+    """Also after the parameters, and what observations are normalised with, have changed."""
+    ours, theirs, obs, normalized = continuous_agent()
+    acting = ActingAgent(ppo.ContinuousAgent(5, 3), "none")
+    acting.load(flatten(ours))
+    noise = torch.randn(16, 3)
+    *actions, logprobs, values = ppo.make_act(acting, ppo.Args())(obs, noise)
+    policy = theirs.get_policy(normalized)
+    expected = policy.mean + policy.stddev * noise
+    torch.testing.assert_close(torch.stack(actions, 1), expected.detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logprobs, policy.log_prob(expected).sum(1).detach(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(values, theirs.get_value(normalized).detach(), rtol=1e-4, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------------------ IMPALA

@@ -6,7 +6,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 import torch
-from gymnasium.spaces import Box
+from gymnasium.spaces import Box, Discrete
 from scripts import newest_checkpoint, summary
 from sebulba_runs import ALONE, run_alone, tiny
 from test_on_policy_targets import slow_gae
@@ -19,6 +19,7 @@ from leanrl.sebulba.collectives import sum_in_order
 from leanrl.sebulba.environments import make_pool
 from leanrl.sebulba.rollout import Rollout
 from leanrl.sebulba.start import resolve_start
+from leanrl.support.normalization import SummedMoments
 from leanrl.support.optim import Adam, RMSprop
 from leanrl.support.tracking import read_metrics
 
@@ -33,7 +34,7 @@ def played_rollouts(monkeypatch, args: ppo.Args, count: int) -> list[Rollout]:
         monkeypatch.setenv(name, value)
     args.total_timesteps = count * args.local_num_envs * args.num_steps
     start = resolve_start(args)
-    agent = ppo.make_agent(start.space, start.num_actions, args)
+    agent = ppo.make_agent(start.space, start.action_space, args)
     acting, fail = ActingAgent(agent, args.amp), lambda error, name: traceback.print_exception(error)
     thread = ActorThread(start, 0, acting, 0, fail)
     thread.start(ppo.play, ppo.make_act(acting, args), args)
@@ -42,18 +43,22 @@ def played_rollouts(monkeypatch, args: ppo.Args, count: int) -> list[Rollout]:
         (rollout,) = thread.take("the test")
         rollouts.append(Rollout(*(x.clone() for x in rollout)))
         thread.give_back([rollout])
-        thread.put_params(number, flatten(agent.parameters()))
+        thread.put_params(number, flatten(agent))
     thread.join(60)
     return rollouts
 
 
-@pytest.mark.parametrize("env_id, num_steps", [("Catch-v0", 19), ("MountainCar-v0", 200)])
-def test_rollouts_tell_what_their_actions_did(monkeypatch, env_id, num_steps):
+@pytest.mark.parametrize(
+    "env_id, num_steps, backend",
+    [("Catch-v0", 19, "envpool"), ("MountainCar-v0", 200, "envpool"), ("MountainCar-v0", 200, "gymnasium")],
+)
+def test_rollouts_tell_what_their_actions_did(monkeypatch, env_id, num_steps, backend):
     """Played once more: Catch terminates every tenth step, and MountainCar's time runs out after 200."""
     num_envs = 3
-    args = ppo.Args(env_id=env_id, num_steps=num_steps, local_num_envs=num_envs, num_actor_threads=1, timeout=60)
+    sizes = {"num_steps": num_steps, "local_num_envs": num_envs, "num_actor_threads": 1}
+    args = ppo.Args(env_id=env_id, env_backend=backend, timeout=60, **sizes)
     rollouts = played_rollouts(monkeypatch, args, 2)
-    with closing(make_pool(env_id, range(num_envs), args.seed, args.protocol)) as pool:
+    with closing(make_pool(env_id, range(num_envs), args.seed, args.protocol, backend)) as pool:
         obs, _ = pool.reset()
         resets, returns, lengths = np.zeros(num_envs, bool), np.zeros(num_envs), np.zeros(num_envs)
         for rollout in rollouts:
@@ -79,13 +84,29 @@ def test_rollouts_tell_what_their_actions_did(monkeypatch, env_id, num_steps):
     assert first.dones[-1].any() and first.terminations.any() == (env_id == "Catch-v0")
 
 
+@pytest.mark.parametrize("backend", ["envpool", "gymnasium"])
+def test_continuous_actions_are_clipped_for_the_environment_only(monkeypatch, backend):
+    """Pendulum's torque, within -2 and 2, is sampled around 0; time runs out after 200 steps."""
+    sizes = {"num_steps": 210, "local_num_envs": 3, "num_actor_threads": 1}
+    args = ppo.Args(env_id="Pendulum-v1", env_backend=backend, timeout=60, **sizes)
+    (rollout,) = played_rollouts(monkeypatch, args, 1)
+    assert 0.01 < (rollout.actions.abs() > 2).float().mean() < 0.1  # of a normal distribution 0.045
+    with closing(make_pool("Pendulum-v1", range(3), args.seed, args.protocol, backend)) as pool:
+        obs, _ = pool.reset()
+        for t in range(210):
+            assert np.array_equal(rollout.obs[t], obs)
+            obs, rewards, _, truncations, _ = pool.step(rollout.actions[t].numpy().clip(-2, 2))
+            assert np.array_equal(rollout.rewards[t], rewards.astype(np.float32))
+            assert truncations.all() == (t == 199) and np.array_equal(rollout.dones[t], truncations)
+
+
 # ----------------------------------------------------------------------------------------------- TARGETS AND BATCHES
 
 
 @pytest.fixture
 def rollout() -> Rollout:
     """Environment 0 terminates with step 1, and environment 1 runs out of time with step 2; then they reset."""
-    rollout = Rollout.allocate(Box(-1, 1, (4,)), 6, 2, CPU)
+    rollout = Rollout.allocate(Box(-1, 1, (4,)), Discrete(3), 6, 2, CPU)
     generator = torch.Generator().manual_seed(0)
     for x in (rollout.obs, rollout.values, rollout.rewards):
         x.copy_(torch.randn(x.shape, generator=generator))
@@ -131,6 +152,31 @@ def test_ppo_learns_from_live_steps_and_their_targets(rollout):
     # Mistakes that the numbers would show.
     for told in ((rollout.rewards, rollout.dones), (rollout.rewards.roll(1, 0), rollout.terminations)):
         assert (losses[:2] - plain_losses(*told)).abs().min() > 1e-3
+
+
+def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
+    """Of two shards, over two rollouts, step by step; what only resets an environment does not count."""
+    generator, gamma, moments = torch.Generator().manual_seed(0), 0.9, SummedMoments(1)
+    rollouts = [Rollout.allocate(Box(-1, 1, (4,)), Discrete(3), 30, 2, CPU) for _ in range(2)]
+    discounted = [torch.zeros(2, dtype=torch.float64) for _ in range(2)]
+    carried, counted = np.zeros(4), []
+    for _ in range(2):
+        for rollout in rollouts:
+            rollout.rewards.copy_(3 + 5 * torch.randn(rollout.rewards.shape, generator=generator))
+            rollout.resets.copy_(torch.rand(rollout.resets.shape, generator=generator) < 0.1)
+            rollout.rewards[rollout.resets] = 0.0
+        rewards, resets = (
+            np.concatenate([getattr(rollout, name).numpy() for rollout in rollouts], 1)
+            for name in ("rewards", "resets")
+        )
+        for t in range(30):
+            carried = np.where(resets[t], 0.0, rewards[t] + gamma * carried)
+            counted += carried[~resets[t]].tolist()
+        ppo.scale_rewards(moments, rollouts, discounted, sum_in_order, gamma)
+        scaled = np.concatenate([rollout.rewards.numpy() for rollout in rollouts], 1)
+        np.testing.assert_allclose(scaled, (rewards / np.std(counted)).clip(-10, 10), rtol=1e-4)
+    np.testing.assert_allclose(torch.cat(discounted), carried)
+    assert resets.any() and len(counted) > 200
 
 
 def test_impala_learns_from_live_steps_and_their_targets(rollout):

@@ -1,6 +1,7 @@
 """The same curve on any layout, bit for bit, and a comparison that notices when it is not."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from torch.utils._pytree import tree_flatten_with_path
 import leanrl.cleanba_ppo as ppo
 import leanrl.sebulba.actor as actor
 import leanrl.sebulba.collectives as collectives
-import leanrl.sebulba.environments as environments
+import leanrl.support.envs as envs
 from leanrl.sebulba.worker import Worker
 from leanrl.support.tracking import read_metrics
 from leanrl.tools.reproduce import Args, Run, command, difference, execute, fingerprint
@@ -21,36 +22,47 @@ UPDATES = 20
 ARGS = Args(num_envs=16, num_shards=4, num_steps=16, updates=UPDATES)
 
 
-def run_here(monkeypatch, folder, run, run_ranks=run_alone):
+def run_here(monkeypatch, folder, run, args=ARGS, run_ranks=run_alone):
     """``execute`` of a layout of one process, without the start of two, or of two with ``run_both``."""
-    assert run_ranks(monkeypatch, run.script, *command(run, ARGS, folder)[2:]) == 0
+    assert run_ranks(monkeypatch, run.script, *command(run, args, folder)[2:]) == 0
     leaves, _ = tree_flatten_with_path(newest_checkpoint(folder / run.name)[1]["script"])
     return {str(path): leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
 
 
 # The first one's learners are listed in another order than their ranks'.
-LAYOUTS = [("cleanba_ppo", 0, "a0-l1,0-d1"), ("cleanba_impala", 1, "a0-l1,2-d1"), ("cleanba_impala", 1, "a0-l0-d2")]
+LAYOUTS = [
+    ("cleanba_ppo", 0, "a0-l1,0-d1", {}),
+    ("cleanba_impala", 1, "a0-l1,2-d1", {}),
+    ("cleanba_impala", 1, "a0-l0-d2", {}),
+    ("cleanba_impala", 0, "a0-l1-d1", {"env_backend": "gymnasium"}),
+    ("cleanba_ppo", 0, "a0-l1,2-d1", {"env_id": "Pendulum-v1"}),
+]
 
 
-@pytest.mark.parametrize("script, lag, layout", LAYOUTS)
-def test_layouts_learn_the_same(monkeypatch, tmp_path, script, lag, layout):
-    alone = run_here(monkeypatch, tmp_path, Run(script, "a0-l0-d1", lag, True, UPDATES))
+@pytest.mark.parametrize("script, lag, layout, changes", LAYOUTS)
+def test_layouts_learn_the_same(monkeypatch, tmp_path, script, lag, layout, changes):
+    args = replace(ARGS, **changes)
+    alone = run_here(monkeypatch, tmp_path, Run(script, "a0-l0-d1", lag, True, UPDATES), args)
     assert summary(tmp_path / Run(script, "a0-l0-d1", lag, True, UPDATES).name)["optimizer_steps"] >= 2 * UPDATES
     run = Run(script, layout, lag, True, UPDATES)
-    ours = run_here(monkeypatch, tmp_path, run, run_both) if layout == "a0-l1,0-d1" else execute(run, ARGS, tmp_path)
+    in_this_process = layout == "a0-l1,0-d1"
+    ours = run_here(monkeypatch, tmp_path, run, args, run_both) if in_this_process else execute(run, args, tmp_path)
     assert fingerprint(ours) == fingerprint(alone)
     lags = [row["stats/policy_lag"] for row in read_metrics(tmp_path / run.name)]
     assert lags and set(lags) == {float(lag)}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("script", DISTRIBUTED)
 @pytest.mark.parametrize("lag", [0, 1, 2])
-def test_every_layout_learns_the_same(tmp_path, script, lag):
+@pytest.mark.parametrize(
+    "script, env_id", [*[(script, "CartPole-v1") for script in DISTRIBUTED], ("cleanba_ppo", "Pendulum-v1")]
+)
+def test_every_layout_learns_the_same(tmp_path, script, env_id, lag):
     layouts = ("a0-l0-d1", "a0-l0,1-d1", "a0-l1-d1", "a0-l1,2-d1", "a0-l0-d2", "a0,1-l2,1-d1")
-    prints = [fingerprint(execute(Run(script, layout, lag, True, UPDATES), ARGS, tmp_path)) for layout in layouts]
+    args = replace(ARGS, env_id=env_id)
+    prints = [fingerprint(execute(Run(script, layout, lag, True, UPDATES), args, tmp_path)) for layout in layouts]
     assert len(set(prints)) == 1
-    ones = [execute(Run(script, layout, lag, False, 1), ARGS, tmp_path) for layout in layouts]
+    ones = [execute(Run(script, layout, lag, False, 1), args, tmp_path) for layout in layouts]
     assert max(difference(ones[0], one) for one in ones) < 1e-5
 
 
@@ -65,18 +77,18 @@ def test_one_layout_repeats_itself_and_another_seed_does_not(monkeypatch, tmp_pa
 
 def seed_off(monkeypatch):
     """Threads forget that they are not the first."""
-    seeds = environments.env_seeds
-    monkeypatch.setattr(environments, "env_seeds", lambda seed, n, first, start: seeds(seed, n, 0, start))
+    seeds = envs.env_seeds
+    monkeypatch.setattr(envs, "env_seeds", lambda seed, n, first, start: seeds(seed, n, 0, start))
 
 
 def noise_off(monkeypatch):
     """One environment draws the noise of another."""
-    gumbel = ppo.gumbel_noise
+    draw = ppo.action_noise
 
     def noise(seed, envs, *rest):
-        return gumbel(seed, range(envs.start + 1, envs.stop + 1), *rest)
+        return draw(seed, range(envs.start + 1, envs.stop + 1), *rest)
 
-    monkeypatch.setattr(ppo, "gumbel_noise", noise)
+    monkeypatch.setattr(ppo, "action_noise", noise)
 
 
 def reduction_off(monkeypatch):
@@ -118,23 +130,24 @@ def test_a_wrong_lag_ends_the_run(monkeypatch, tmp_path, capsys, lag):
     assert expected in capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("script", DISTRIBUTED)
-def test_acting_follows_the_learner(monkeypatch, tmp_path, script):
+@pytest.mark.parametrize(
+    "script, env_id", [*[(script, "CartPole-v1") for script in DISTRIBUTED], ("cleanba_ppo", "Pendulum-v1")]
+)
+def test_acting_follows_the_learner(monkeypatch, tmp_path, script, env_id):
     """With lag 0, actors tell the probabilities and values of the parameters that the learner begins with."""
     rollouts_due, errors = Worker.rollouts_due, []
 
     @torch.no_grad()
     def compare(worker):
         for rollout in worker.shards.values():
-            logits, values = worker._agent(rollout.obs[:-1].flatten(0, 1))
-            told = rollout.actions.flatten()
-            logprobs = logits.log_softmax(1)[torch.arange(len(told)), told]
+            policy, values = worker._agent(rollout.obs[:-1].flatten(0, 1))
+            logprobs = ppo.distribution(policy).log_prob(rollout.actions.flatten(0, 1))
             errors.append((logprobs - rollout.logprobs.flatten()).abs().max().item())
             torch.testing.assert_close(rollout.values.flatten(), values, rtol=1e-5, atol=1e-5)
 
     monkeypatch.setattr(Worker, "rollouts_due", lambda self: (compare(self) or n for n in rollouts_due(self)))
     flags = ["--total-timesteps=5120", "--policy-lag=0", "--num-shards=2", "--learning-rate=0.01"]
-    assert run_alone(monkeypatch, script, *tiny(tmp_path, *flags)) == 0
+    assert run_alone(monkeypatch, script, *tiny(tmp_path, *flags, f"--env-id={env_id}")) == 0
     assert len(errors) == 40 and max(errors) < 1e-5
 
 
@@ -175,7 +188,7 @@ def test_accumulated_gradients_are_the_whole_ones(monkeypatch, tmp_path, script)
 def test_environments_and_noise_are_disjoint(monkeypatch, tmp_path):
     """Over threads: no two environments of a run see the same, or draw the same."""
     seen, drawn = [], []
-    observe, gumbel = actor.ThreadRollout.observe, ppo.gumbel_noise
+    observe, draw = actor.ThreadRollout.observe, ppo.action_noise
 
     def watch(self, step, obs):
         if step == 0:
@@ -183,7 +196,7 @@ def test_environments_and_noise_are_disjoint(monkeypatch, tmp_path):
         return observe(self, step, obs)
 
     monkeypatch.setattr(actor.ThreadRollout, "observe", watch)
-    monkeypatch.setattr(ppo, "gumbel_noise", lambda *args: drawn.append(gumbel(*args)) or drawn[-1])
+    monkeypatch.setattr(ppo, "action_noise", lambda *args: drawn.append(draw(*args)) or drawn[-1])
     assert run_alone(monkeypatch, "cleanba_ppo", *tiny(tmp_path, "--total-timesteps=512", "--num-actor-threads=4")) == 0
     first, noise = np.concatenate(seen), np.concatenate(drawn, 1)
     assert len(np.unique(first, axis=0)) == 32 and noise.shape[1] == 32

@@ -44,9 +44,11 @@ def endless(tmp_path):
         end(process)
 
 
-@pytest.mark.parametrize("script, victim", [("cleanba_ppo", 2)])
-def test_kill_9_ends_the_run(endless, script, victim):
-    launcher, ranks = endless(script)
+@pytest.mark.parametrize(
+    "script, victim, flags", [("cleanba_ppo", 2, []), ("cleanba_impala", 1, ["--policy-lag=newest"])]
+)
+def test_kill_9_ends_the_run(endless, script, victim, flags):
+    launcher, ranks = endless(script, *flags)
     ranks[victim].kill()
     begin = time.monotonic()
     code, out = finish(launcher, 60)
@@ -59,7 +61,7 @@ def test_kill_9_ends_the_run(endless, script, victim):
 @pytest.mark.parametrize("script", ["cleanba_ppo", "cleanba_impala"])
 @pytest.mark.parametrize("victim", range(3))
 def test_kill_9_of_any_process(endless, script, victim):
-    test_kill_9_ends_the_run(endless, script, victim)
+    test_kill_9_ends_the_run(endless, script, victim, [])
 
 
 def test_a_stopped_launcher_goes_on_and_a_stopped_process_is_a_stall(endless):

@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from gymnasium.spaces import Box
+from gymnasium.spaces import Box, Discrete
 from sebulba_runs import ALONE
 
 import leanrl.cleanba_ppo as ppo
@@ -15,14 +15,16 @@ import leanrl.sebulba.collectives as collectives
 from leanrl.sebulba.actor import ActingAgent, ActorThread
 from leanrl.sebulba.args import SebulbaArgs, pool_threads
 from leanrl.sebulba.collectives import sum_in_order
+from leanrl.sebulba.environments import make_pool
 from leanrl.sebulba.layout import Layout, parse_layout
 from leanrl.sebulba.mailbox import Mailbox, Stalled, Stopped
 from leanrl.sebulba.pipeline import version_for
-from leanrl.sebulba.randomness import DRAWS_BITS, INCREMENT, _mix, gumbel_noise, random_bits, shard_generator
+from leanrl.sebulba.randomness import DRAWS_BITS, INCREMENT, _mix, action_noise, random_bits, shard_generator
 from leanrl.sebulba.records import Report, checksum, ended_episodes, returns_and_lengths
 from leanrl.sebulba.rollout import Header, Rollout
 from leanrl.sebulba.start import first_host, resolve_start, slurm_task
 from leanrl.support.errors import UsageError
+from leanrl.support.normalization import SummedMoments
 
 # ------------------------------------------------------------------------------------------------------------ LAYOUT
 
@@ -43,7 +45,7 @@ def layout_of(text, threads, envs, shards=None):
 @pytest.mark.parametrize("shards", [None, 12])
 def test_every_environment_has_one_thread_and_one_learner(text, threads, envs, shards):
     layout = layout_of(text, threads, envs, shards)
-    assert str(layout) == text and layout.num_envs == 96
+    assert layout.num_envs == 96
     played = [e for a in range(layout.num_actors) for t in range(threads) for e in layout.thread_envs(a, t)]
     assert played == list(range(96))
     for role in ("actor", "learner"):  # numbers rise with the rank, by which a collective orders what it returns
@@ -196,6 +198,33 @@ def test_threads_get_exactly_the_version_that_is_due(monkeypatch, lag):
     assert not errors
 
 
+def test_threads_take_the_newest_version_that_is_there(monkeypatch):
+    """And play on where there is none."""
+    for name, value in ALONE.items():
+        monkeypatch.setenv(name, value)
+    sizes = {"local_num_envs": 1, "num_steps": 1, "num_actor_threads": 1, "total_timesteps": 4}
+    start, errors = resolve_start(ppo.Args(env_id="CartPole-v1", policy_lag="newest", timeout=20, **sizes)), []
+    agent = ActingAgent(torch.nn.Linear(1, 1, bias=False), "none")
+    thread = ActorThread(start, 0, agent, 0, lambda *error: errors.append(error))
+
+    def play(thread):
+        for rollout in thread.rollouts():
+            rollout.choices[:] = thread.agent(torch.ones(1))  # its only parameter
+
+    agent.load(torch.zeros(1))
+    thread.start(play)
+    taken = [thread.take("the learner") for _ in range(2)]
+    assert [(rollout.values, *rollout.header[:2].tolist()) for (rollout,) in taken] == [(0, 1, 0), (0, 2, 0)]
+    for version in (1, 2):
+        thread.put_params(version, torch.full((1,), float(version)))
+    for number, pieces in zip((3, 4), taken, strict=True):
+        thread.give_back(pieces)
+        (rollout,) = thread.take("the learner")
+        assert (rollout.values, *rollout.header[:2].tolist()) == (2, number, 2)
+    thread.join(20)
+    assert not errors
+
+
 def test_waits_end_with_a_stall_or_a_stop():
     mailbox = Mailbox(0.05)
     with pytest.raises(Stalled, match=r"waited 0\.05 s for a thing"):
@@ -208,10 +237,12 @@ def test_waits_end_with_a_stall_or_a_stop():
 
 # -------------------------------------------------------------------------------------------------------- RANDOMNESS
 
+THREE = Discrete(3)
 
-def noise(seed, envs, iteration, num_actions=3, num_steps=16):
+
+def noise(seed, envs, iteration, space=THREE, num_steps=16):
     steps = range(num_steps * iteration, num_steps * (iteration + 1))
-    return gumbel_noise(seed, envs, steps, num_actions, torch.device("cpu")).numpy()
+    return action_noise(seed, envs, steps, space, torch.device("cpu")).numpy()
 
 
 def test_noise_depends_on_seed_environment_and_step_alone():
@@ -224,11 +255,12 @@ def test_noise_depends_on_seed_environment_and_step_alone():
     assert len(np.unique(np.stack(columns))) == len(columns) * 16 * 3
 
 
-def test_noise_is_the_same_wherever_its_row_is_in_a_batch():
-    whole = noise(1, range(200), 1, num_actions=5)
+@pytest.mark.parametrize("space", [Discrete(5), Box(-1, 1, (5,))], ids=["discrete", "continuous"])
+def test_noise_is_the_same_wherever_its_row_is_in_a_batch(space):
+    whole = noise(1, range(200), 1, space)
     for first in range(0, 199, 7):
         for last in range(first + 1, 201, 13):
-            assert np.array_equal(whole[:, first:last], noise(1, range(first, last), 1, num_actions=5))
+            assert np.array_equal(whole[:, first:last], noise(1, range(first, last), 1, space))
 
 
 def test_random_bits_are_splitmix64s():
@@ -262,10 +294,38 @@ def test_gumbel_noise_samples_the_softmax():
     assert np.abs(drawn - (np.arange(len(drawn)) + 0.5) / len(drawn)).max() < 2 / np.sqrt(len(drawn))
 
 
+def test_noise_of_continuous_actions_is_normal():
+    out = noise(3, range(2), 1, Box(-1, 1, (3,)), num_steps=20_000)
+    drawn = np.sort(torch.special.ndtr(torch.from_numpy(out).double()).flatten().numpy())
+    assert np.abs(drawn - (np.arange(len(drawn)) + 0.5) / len(drawn)).max() < 2 / np.sqrt(len(drawn))
+    # The numbers of an action, neighbours in time and environments do not go together.
+    for one, other in ((out[..., 0], out[..., 1]), (out[1:], out[:-1]), (out[:, 0], out[:, 1])):
+        assert abs((one * other).mean()) < 5 / np.sqrt(one.size)
+
+
 def test_permutations_depend_on_seed_shard_and_iteration_alone():
     keys = (1, 2, 3), (1, 2, 3), (2, 2, 3), (1, 3, 3), (1, 2, 4)
     drawn = [shard_generator(*key).permutation(100) for key in keys]
     assert np.array_equal(drawn[0], drawn[1]) and len(np.unique(drawn, axis=0)) == 4
+
+
+@pytest.mark.parametrize("backend", ["envpool", "gymnasium"])
+def test_pools_of_one_run_are_slices_of_one_big_pool(backend):
+    """Environment k plays the same wherever it is, and no two play alike."""
+
+    def play(envs, **options):
+        pool = make_pool("CartPole-v1", envs, 1, "cleanba", backend, **options)
+        obs = [pool.reset()[0]]
+        for _ in range(30):
+            obs.append(pool.step(np.ones(pool.num_envs, np.int64))[0])
+        pool.close()
+        return np.stack(obs)
+
+    whole = play(range(6), num_threads=2)
+    assert np.array_equal(whole[:, 2:5], play(range(2, 5)))
+    assert len(np.unique(whole[0], axis=0)) == 6
+    resumed = play(range(6), start=64)
+    assert len(np.unique(np.concatenate([whole[0], resumed[0]]), axis=0)) == 12
 
 
 # ----------------------------------------------------------------------------------------------------------- ROLLOUT
@@ -274,8 +334,9 @@ def test_permutations_depend_on_seed_shard_and_iteration_alone():
 CPU, NUMBERS, TIMES = torch.device("cpu"), Box(-1, 1, (1,)), (0.0,) * 4
 
 
-def test_a_rollout_is_one_message():
-    a, b = (Rollout.allocate(Box(0, 255, (4, 6, 2), np.uint8), 5, 3, CPU) for _ in range(2))
+@pytest.mark.parametrize("space", [Discrete(256), Box(-1, 1, (7,))], ids=["discrete", "continuous"])
+def test_a_rollout_is_one_message(space):
+    a, b = (Rollout.allocate(Box(0, 255, (4, 6, 2), np.uint8), space, 5, 3, CPU) for _ in range(2))
     generator, written = torch.Generator().manual_seed(0), []
     for field in [a.header, *a.columns()]:
         limit = 2 if field.dtype == torch.bool else 256
@@ -285,7 +346,7 @@ def test_a_rollout_is_one_message():
     for ours, theirs in zip(written, [b.header, *b.columns()], strict=True):
         assert torch.equal(ours, theirs)
         assert theirs.data_ptr() % 64 == b.buffer.data_ptr() % 64
-    assert a.obs.shape == (6, 3, 4, 6, 2) and a.actions.shape == (5, 3)
+    assert a.obs.shape == (6, 3, 4, 6, 2) and a.actions.shape == (5, 3, *space.shape)
     assert a.obs[0].is_contiguous(memory_format=torch.channels_last)
 
 
@@ -297,7 +358,7 @@ def test_episodes_are_told_by_step_and_environment(shards):
     for learner in range(3):
         rollouts = {}
         for shard in layout.shards_of(learner):
-            rollouts[shard] = rollout = Rollout.allocate(NUMBERS, 5, layout.shard_size, CPU)
+            rollouts[shard] = rollout = Rollout.allocate(NUMBERS, Discrete(2), 5, layout.shard_size, CPU)
             rollout.returns.fill_(torch.nan)
             for step, env, total in ended:
                 if env in (envs := layout.shard_envs(shard)):
@@ -305,6 +366,25 @@ def test_episodes_are_told_by_step_and_environment(shards):
                     rollout.lengths[step, env - envs.start] = env
         reports.append(Report(*TIMES, [], ended_episodes(layout, rollouts)))
     assert returns_and_lengths(reports) == ([2.5, 5.5, 4.5, 3.5, 1.5], [40, 31, 64, 3, 95])
+
+
+def test_moments_of_parts_are_those_of_the_whole():
+    """However far from 0, and less what does not count."""
+    moments, generator = SummedMoments(3), torch.Generator().manual_seed(0)
+    seen = []
+    for _ in range(4):
+        batch = 1e4 + torch.randn(5, 8, 3, generator=generator)
+        weights = (torch.rand(5, 8, generator=generator) > 0.2).float()
+        seen.append(batch[weights > 0])
+        moments.add(sum_in_order(moments.sums(batch[:, i : i + 2], weights[:, i : i + 2]) for i in range(0, 8, 2)))
+    whole = torch.cat(seen).double()
+    assert moments.count.item() == len(whole)
+    torch.testing.assert_close(moments.mean, whole.mean(0), rtol=1e-12, atol=0)
+    torch.testing.assert_close(moments.var, whole.var(0, correction=0), rtol=1e-6, atol=0)
+    x = whole[:7].float()
+    expected = ((x - moments.mean) / (moments.var + 1e-8).sqrt()).clamp(-10, 10)
+    torch.testing.assert_close(moments(x), expected.float())
+    assert moments(x + 1e6).eq(10).all() and moments(x).dtype == torch.float32
 
 
 class OneOfMany:
@@ -340,7 +420,7 @@ def test_what_128_devices_tell_each_other(monkeypatch, text, groups, learner):
     layout, world, sent = layout_of(text, 2, 48), OneOfMany(monkeypatch), []
     ours = collectives.Collectives(layout, layout.learner_part(learner), CPU, SebulbaArgs())
     (shard,) = layout.shards_of(learner)
-    rollout = Rollout.allocate(NUMBERS, 128, layout.shard_size, CPU)
+    rollout = Rollout.allocate(NUMBERS, Discrete(2), 128, layout.shard_size, CPU)
     rollout.returns.fill_(torch.nan)
     rollout.returns[::16, ::4] = 1.0  # an episode ends every 64 steps
     pieces = [(piece, Header(1)) for piece in layout.pieces_of_learner(learner)]

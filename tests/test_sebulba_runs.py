@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -48,7 +49,8 @@ from leanrl.tools.trials import REPOSITORY
 
 STATS = {
     *("rollout_time", "inference_time", "env_step_time", "device_to_host_time", "params_get_time", "queue_put_time"),
-    *("queue_get_time", "update_time", "all_reduce_time", "policy_lag"),
+    *("queue_get_time", "update_time", "all_reduce_time"),
+    *("policy_lag", "policy_lag_max"),
 }
 
 
@@ -105,6 +107,43 @@ def test_a_run_and_its_records(monkeypatch, capsys, tmp_path, script):
     assert [kind for kind, *_ in lines[0]["spans"]["actor thread 1 (rank 0)"]][1:] == ["wait for parameters", "rollout"]
 
 
+def test_actors_may_take_the_newest_parameters(monkeypatch, tmp_path):
+    """On the learner's device; and after a resume."""
+    flags = tiny(tmp_path, "--policy-lag=newest", "--total-timesteps=5120")
+    assert run_alone(monkeypatch, "cleanba_ppo", *flags) == 0
+    assert run_alone(monkeypatch, "cleanba_ppo", "--resume", tmp_path / "run", "--total-timesteps=10240") == 0
+    lags = newest_lags(tmp_path / "run")
+    assert len(lags) == 40 and lags[0] == lags[20] == 0 and max(lags) > 0  # each start begins with what there is
+
+
+def test_actors_on_other_devices_may_take_the_newest_parameters(tmp_path):
+    """Until a signal stops all."""
+    flags = tiny(tmp_path, "--policy-lag=newest", "--learner-device-ids", 1, "--total-timesteps=100000000")
+    process = launch("cleanba_impala", *flags)
+    wait_for_log(tmp_path / "run", process, points=30)
+    ranks_of(process)[0].send_signal(signal.SIGTERM)
+    code, out = finish(process)
+    assert code == 0 and summary(tmp_path / "run")["interrupted"], out
+    lags = newest_lags(tmp_path / "run")
+    assert len(lags) == last_step(tmp_path / "run") // 256 and max(lags) > 0
+
+
+def newest_lags(run_dir):
+    """The largest of each update; none is more than 2, which is what a thread's two rollouts allow."""
+    rows = read_metrics(run_dir)
+    for row in rows:
+        assert 0 <= row["stats/policy_lag"] <= row["stats/policy_lag_max"] <= 2
+    return [row["stats/policy_lag_max"] for row in rows]
+
+
+@pytest.mark.parametrize("script", DISTRIBUTED)
+def test_the_newest_parameters_are_learned_from(monkeypatch, tmp_path, script):
+    """A random policy balances CartPole's pole for 22 steps."""
+    flags = tiny(tmp_path, "--policy-lag=newest", "--learning-rate=0.002", "--log-frequency=100")
+    assert run_alone(monkeypatch, script, *flags, "--total-timesteps=400000", "--target-return=120") == 0
+    assert summary(tmp_path / "run")["episodic_return"] >= 120
+
+
 def test_a_trained_agent_is_evaluated(monkeypatch, tmp_path):
     flags = tiny(tmp_path, "--total-timesteps=40960", "--evaluate-episodes=10")
     assert run_alone(monkeypatch, "cleanba_impala", *flags) == 0
@@ -131,11 +170,91 @@ def test_a_saved_agent_acts_as_in_training():
     assert frequencies == pytest.approx(agent(obs)[0].softmax(1)[0].tolist(), abs=0.02) and max(frequencies) < 0.9
 
 
+class Echo(gym.Env):
+    """Rewards an action that repeats the cue; a part of the observation that is whole numbers, and one that is not."""
+
+    observation_space = gym.spaces.Dict({"cue": Discrete(3), "noise": Box(-1, 1, (2,), np.float32)})
+    action_space = Discrete(3)
+
+    def _observe(self) -> dict:
+        self._cue = int(self.np_random.integers(3))
+        return {"cue": self._cue, "noise": self.np_random.uniform(-1, 1, 2).astype(np.float32)}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self._observe(), {}
+
+    def step(self, action):
+        reward = float(action == self._cue)
+        return self._observe(), reward, False, False, {}
+
+
+@pytest.mark.parametrize("script", DISTRIBUTED)
+def test_any_environment_of_gymnasiums_is_learned_and_played(monkeypatch, tmp_path, script):
+    """Also where EnvPool is not installed."""
+    monkeypatch.setitem(sys.modules, "envpool", None)
+    gym.register("LeanRLEcho-v0", Echo, max_episode_steps=10)
+    try:
+        flags = ["--env-backend=gymnasium", "--env-id=LeanRLEcho-v0", "--learning-rate=0.003"]
+        flags = tiny(tmp_path, *flags, "--total-timesteps=25600", "--evaluate-episodes=20")
+        assert run_alone(monkeypatch, script, *flags) == 0
+        returns = json.loads((tmp_path / "run" / "evaluation.json").read_text())["returns"]
+    finally:
+        gym.registry.pop("LeanRLEcho-v0")
+    assert summary(tmp_path / "run")["episodes"] == 16 * (25600 // 16 // 11)  # of 10 steps, and one that resets
+    assert np.mean(returns) > 6  # by chance: 3.3
+
+
+class Reach(gym.Env):
+    """The action is to be the cue, which lies around 5,000 and comes with what is always the same."""
+
+    observation_space = Box(-np.inf, np.inf, (2,), np.float64)
+    action_space = Box(-1, 1, (1,), np.float32)
+
+    def _observe(self) -> np.ndarray:
+        self._cue = self.np_random.uniform(-1, 1)
+        return np.array([5000 + 100 * self._cue, 7.0])
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self._observe(), {}
+
+    def step(self, action):
+        assert action.shape == (1,) and abs(action[0]) <= 1
+        reward = -100 * float(action[0] - self._cue) ** 2
+        return self._observe(), reward, False, False, {}
+
+
+def test_continuous_actions_are_learned_resumed_and_played(monkeypatch, tmp_path):
+    """What observations and rewards are normalised with is saved, and goes on with the next start."""
+    gym.register("LeanRLReach-v0", Reach, max_episode_steps=10)
+    try:
+        flags = ["--env-backend=gymnasium", "--env-id=LeanRLReach-v0", "--learning-rate=0.003", "--gamma=0"]
+        flags += ["--update-epochs=10", "--clip-coef=0.2", "--ent-coef=0", "--num-shards=2", "--save-model"]
+        assert run_alone(monkeypatch, "cleanba_ppo", *tiny(tmp_path, *flags, "--total-timesteps=6400")) == 0
+        first = newest_checkpoint(tmp_path / "run")[1]["script"]["agent"]
+        flags = ["--resume", tmp_path / "run", "--total-timesteps=12800"]
+        assert run_alone(monkeypatch, "cleanba_ppo", *flags) == 0
+        agent = newest_checkpoint(tmp_path / "run")[1]["script"]["agent"]
+        returns = play(tmp_path / "run", episodes=20)
+        assert returns == play(tmp_path / "run", episodes=20)
+    finally:
+        gym.registry.pop("LeanRLReach-v0")
+    # 16 environments of 400 steps each time, of which every eleventh only resets.
+    for number, moments in ((1, first), (2, agent)):
+        assert moments["obs_moments.count"] == moments["return_moments.count"] == number * 16 * (400 - 36)
+    assert agent["obs_moments.mean"].tolist() == pytest.approx([5000, 7], abs=5)
+    assert agent["obs_moments.var"].tolist() == pytest.approx([100**2 / 3, 0], rel=0.1, abs=1e-6)
+    assert agent["return_moments.var"] > 1000 > 1 > agent["actor_logstd"].exp()
+    assert np.mean(returns) > -100  # standing still: -333
+
+
 @pytest.mark.parametrize("protocol", ["cleanba", "cleanrl"])
 def test_an_atari_agent_is_evaluated_by_its_own_protocol(protocol):
     args = {"env_id": "Breakout-v5", "protocol": protocol}
     assert atari_protocol(cleanba_ppo, args) is PROTOCOLS[protocol]
     assert atari_protocol(cleanba_ppo, {**args, "env_id": "Catch-v0"}) is None
+    assert atari_protocol(cleanba_ppo, {**args, "env_backend": "gymnasium"}) is None
 
 
 # -------------------------------------------------------------------------------------------------- STOPS AND RESUMES
@@ -406,12 +525,12 @@ def test_layouts_of_cleanbas_readme(tmp_path, learners):
 # ----------------------------------------------------------------------------------------------------------- COMPILED
 
 
-def random_rollout(device):
+def random_rollout(action_space, device):
     generator = torch.Generator().manual_seed(0)
-    rollout = Rollout.allocate(Box(-1, 1, (4,)), 16, 8, torch.device("cpu"))
+    rollout = Rollout.allocate(Box(-1, 1, (4,)), action_space, 16, 8, torch.device("cpu"))
     for column, scale in ((rollout.obs, 1), (rollout.logprobs, 0.1), (rollout.values, 1), (rollout.rewards, 1)):
         column.copy_(scale * torch.randn(column.shape, generator=generator))
-    rollout.logprobs.sub_(0.7)
+    rollout.logprobs.sub_(0.7 if isinstance(action_space, Discrete) else 2.5)
     rollout.actions.copy_(torch.randint(2, rollout.actions.shape, generator=generator))
     for flag in (rollout.terminations, rollout.resets, rollout.dones):
         flag.copy_(torch.rand(flag.shape, generator=generator) < 0.1)
@@ -426,15 +545,21 @@ MODES = [
 ]
 
 
-@pytest.mark.parametrize("script", DISTRIBUTED)
+@pytest.mark.parametrize(
+    "script, action_space",
+    [*[(script, Discrete(2)) for script in DISTRIBUTED], ("cleanba_ppo", Box(-1, 1, (2,)))],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
 @pytest.mark.parametrize("mode, device", MODES)
-def test_compiled_updates_equal_eager_ones(script, mode, device):
-    """Hundreds of gradient steps, from a warm-up that left no trace."""
+def test_compiled_updates_equal_eager_ones(script, action_space, mode, device):
+    """Hundreds of gradient steps, from a warm-up that left no trace; and what is acted with afterwards."""
     module, device, outcomes = importlib.import_module(f"leanrl.{script}"), torch.device(device), []
     for switches in ({}, mode):
         args = module.Args(num_steps=16, total_timesteps=100 * 128, num_minibatches=2, num_envs=8, **switches)
         torch.manual_seed(0)
-        agent, rollout = module.VectorAgent(4, 2).to(device), random_rollout(device)
+        agent = module.make_agent(Box(-1, 1, (4,)), action_space, args).to(device)
+        rollout = random_rollout(action_space, device)
+        act = make_executable(module.make_act(agent, args), device, args.compile, args.cudagraphs)
         start = deepcopy(agent.state_dict())
         optimizer = (Adam if script == "cleanba_ppo" else RMSprop)(agent.parameters(), lr=args.learning_rate)
         if script == "cleanba_ppo":
@@ -454,8 +579,11 @@ def test_compiled_updates_equal_eager_ones(script, mode, device):
         assert leaves(agent.state_dict()) == leaves(start) and optimizer.num_steps.item() == 0
         losses = torch.stack([train().cpu() for _ in range(150)])
         assert optimizer.num_steps.item() == 300
-        outcomes.append((losses, [p.detach().cpu() for p in agent.parameters()]))
-        assert any((p.cpu() - q.cpu()).abs().max() > 1e-2 for p, q in zip(outcomes[-1][1], start.values(), strict=True))
+        noise = torch.linspace(-1, 1, 16, device=device).view(8, 2)
+        for _ in range(WARMUP_CALLS):
+            acted = act(rollout.obs[0], noise)
+        outcomes.append((losses, [acted.cpu(), *(p.detach().cpu() for p in agent.parameters())]))
+        assert any((agent.state_dict()[name] - x).abs().max() > 1e-2 for name, x in start.items())
     (losses, params), (their_losses, their_params) = outcomes
     torch.testing.assert_close(params, their_params, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(losses, their_losses, rtol=1e-2, atol=1e-3)
@@ -479,11 +607,11 @@ BAD = [
     *[[flag, "0"] for flag in ("--gradient-accumulation-steps", "--evaluate-episodes", "--hiddens")],
     *[["--gamma", value] for value in ("1.5", "nan")],
     *[["--target-return", value] for value in ("nan", "inf")],
-    *[["--env-id", name] for name in ("CartPol-v1", "Pendulum-v1")],
     *[["--device", name] for name in ("cuda:1", "nonsense")],
     *[["--policy-lag", "-1"], ["--timeout", "1.9"], ["--start-timeout", "0.5"], ["--total-timesteps", "255"]],
     *[["--num-minibatches", "7"], ["--num-shards", "3"]],  # of 16 environments
     *[["--learner-device-ids", "1", "1"], ["--actor-device-ids", "-1"], ["--torso", "impala"], ["--seed", str(2**32)]],
+    ["--env-id", "CartPol-v1"],
 ]
 
 
@@ -499,11 +627,25 @@ def test_bad_values_are_one_line_and_nothing_is_written(monkeypatch, capsys, tmp
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    "script, flags",
+    [("cleanba_impala", []), ("cleanba_ppo", ["--torso=nature"]), ("cleanba_ppo", ["--torso=impala"])],
+)
+def test_continuous_actions_that_cannot_be_learned(capsys, tmp_path, script, flags):
+    assert run(script, *tiny(tmp_path / "runs"), "--env-id=Pendulum-v1", *flags) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"{script}.py: --env-id Pendulum-v1: has continuous actions") and err.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
 MORE_BAD = {
     "--cudagraphs": "--cudagraphs needs a CUDA device",
     "--capture-video": "--capture-video: ",
     "--distributed": "--distributed: SLURM_JOB_ID is not set",
     "--exact-reduction": "use --num-shards 2",
+    "--exact-reduction --num-shards=2 --policy-lag=newest": "--policy-lag newest: makes every run another",
+    "--env-backend=gymnasium --env-id=Catch-v0": "--env-id Catch-v0: is not a Gymnasium environment",
+    "--env-backend=gymnasium --env-id=FrozenLake-v1": "--env-id FrozenLake-v1: has observations of Discrete(16)",
     "--num-minibatches=3 --gradient-accumulation-steps=2": "--num-minibatches 3: times --gradient-accumulation",
 }
 
@@ -550,7 +692,7 @@ def test_presets_are_sebulbas_numbers(name, num_threads, num_envs, num_steps):
     module.validate(args)
     layout = Layout.of(args)
     module.validate_shards(args, layout)
-    assert str(layout) == "a0-l1,2,3-d1" and layout.num_envs == num_threads * num_envs
+    assert (len(layout.parts), layout.num_learners) == (4, 3) and layout.num_envs == num_threads * num_envs
     assert (args.num_actor_threads, args.local_num_envs, args.num_steps) == (num_threads, num_envs, num_steps)
     assert (args.learning_rate, args.num_minibatches, args.update_epochs) == (1e-3, 16, 2)
     assert (args.protocol, args.env_id, args.total_timesteps) == ("cleanrl", "Breakout-v5", 100_000_000)

@@ -198,8 +198,7 @@ def untrained_distributed(run_dir: Path, env_id: str) -> Path:
     """A run directory of cleanba_ppo with a random policy for an environment of EnvPool's."""
     torch.manual_seed(0)
     with closing(make_pool(env_id, range(1), 1, "cleanba")) as pool:
-        sizes = pool.single_observation_space, int(pool.single_action_space.n)
-    agent = cleanba_ppo.make_agent(*sizes, cleanba_ppo.Args())
+        agent = cleanba_ppo.make_agent(pool.single_observation_space, pool.single_action_space, cleanba_ppo.Args())
     model = {"agent": agent.state_dict(), "network": {}}
     return write_run(run_dir, "cleanba_ppo", model, env_id=env_id, protocol="cleanba")
 

@@ -104,6 +104,7 @@ def test_launch_refuses(tmp_path):
         ({"scripts": ("dqn",)}, "--scripts dqn: "),
         ({"num_envs": 6}, "--num-envs 6: "),
         ({"lags": ()}, "--lags : "),
+        ({"lags": (0, "newest")}, "--lags 0 newest: "),
         ({"num_shards": 3}, "--num-shards 3: must divide the 32 environments"),
         ({"num_shards": 2, "layouts": ("a0-l0-d1", "a0-l1,2,3,4-d1")}, "--num-shards 2: must be a multiple of"),
         ({"num_envs": 4, "num_shards": 4}, "--num-minibatches 2: "),
@@ -188,6 +189,7 @@ def test_a_plan_knows_the_cores_and_the_lag():
     assert predicted("a0-l0,1-d1", cores=2).seconds["update"] == pytest.approx(2.0)
     assert predicted("a0-l0,1-d1", cores=1).seconds["update"] == pytest.approx(4.0)
     assert predicted("a0-l0-d1", policy_lag=1).sps == pytest.approx(48 * 128 / 4.0)
+    assert predicted("a0-l0-d1", policy_lag="newest").sps == pytest.approx(48 * 128 / 4.0)
     assert predicted("a0-l0-d1", policy_lag=1, cores=1).sps == pytest.approx(48 * 128 / 5.0)
     # Twice the machines: twice the speed, less what the sums take.
     one, four = predicted("a0-l0-d1"), predicted("a0-l0-d4", machines=4)

@@ -1,12 +1,14 @@
 """An actor thread: its environments, its copy of the policy, and the rollouts that the script's acting loop fills."""
 
+import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 
+import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn as nn
@@ -14,6 +16,7 @@ import torch.nn as nn
 from leanrl.sebulba.args import pool_threads
 from leanrl.sebulba.environments import make_pool
 from leanrl.sebulba.mailbox import Mailbox, Stopped
+from leanrl.sebulba.randomness import policy_size
 from leanrl.sebulba.rollout import Header, Rollout
 from leanrl.sebulba.start import Start
 from leanrl.support.atari import whole_games
@@ -22,9 +25,9 @@ from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.executables import URGENT
 
 
-def flatten(params: Iterable[torch.Tensor]) -> torch.Tensor:
-    """All elements in one new vector [P], as parameters travel."""
-    return torch.cat([p.detach().reshape(-1) for p in params])
+def flatten(agent: nn.Module) -> torch.Tensor:
+    """A network's parameters and buffers in one new vector [P], as they travel."""
+    return torch.cat([x.reshape(-1).float() for x in agent.state_dict().values()])
 
 
 class ActingAgent:
@@ -37,7 +40,7 @@ class ActingAgent:
 
     def __init__(self, agent: nn.Module, amp: str) -> None:
         self._agent = deepcopy(agent)
-        self._params = list(self._agent.parameters())
+        self._state = list(self._agent.state_dict().values())
         self._rounded = {
             f"{name}.weight": module.weight.detach().bfloat16()
             for name, module in self._agent.named_modules()
@@ -49,9 +52,9 @@ class ActingAgent:
 
     @torch.no_grad()
     def load(self, flat: torch.Tensor) -> None:
-        """Overwrites the parameters, in place, with ``flat`` [P] (see ``flatten``)."""
-        pieces = flat.split([p.numel() for p in self._params])
-        torch._foreach_copy_(self._params, [piece.view(p.shape) for piece, p in zip(pieces, self._params, strict=True)])
+        """Overwrites parameters and buffers, in place, with ``flat`` [P] (see ``flatten``)."""
+        pieces = flat.split([x.numel() for x in self._state])
+        torch._foreach_copy_(self._state, [piece.view(x.shape) for piece, x in zip(pieces, self._state, strict=True)])
         for name, copy in self._rounded.items():
             copy.copy_(self._agent.get_parameter(name))
 
@@ -66,7 +69,7 @@ class ActorThread:
         numbers: of its environments, among all of the run.
         envs: those environments.
         blocks: slices of them that are to be acted for at once.
-        example: what acting for a block takes: observations [n, ...], and zeros [n, num_actions] for noise.
+        example: what acting for a block takes: observations [n, ...], and zeros [n, k] for noise.
     """
 
     process: Start
@@ -82,22 +85,23 @@ class ActorThread:
 
     def __post_init__(self) -> None:
         start, args, layout, actor = self.process, self.process.args, self.process.layout, self.process.part.actor
-        self.device, self.num_actions = start.device, start.num_actions
+        self.device, self.action_space = start.device, start.action_space
         self.name = layout.thread_name(actor, self.index)
         self.pieces = layout.pieces_of_thread(actor, self.index)
         self.numbers = layout.thread_envs(actor, self.index)
         num_envs = len(self.numbers)
         pool = {"num_threads": pool_threads(args, layout), "start": self.first_step}
-        self.envs = make_pool(args.env_id, self.numbers, args.seed, args.protocol, **pool)
+        self.envs = make_pool(args.env_id, self.numbers, args.seed, args.protocol, args.env_backend, **pool)
         # The same row comes out with other last bits from a batch of another size, so exactness wants blocks of a size
         # that is the same in every layout.
         size = len(self.pieces[0].envs) if args.exact_reduction else num_envs
         self.blocks = [slice(first, first + size) for first in range(0, num_envs, size)]
-        self.obs = Rollout.allocate(start.space, 1, num_envs, self.device).obs[0]
+        self.obs = Rollout.allocate(start.space, self.action_space, 1, num_envs, self.device).obs[0]
         on_gpu = self.obs.is_cuda
         self.host_obs = torch.zeros(self.obs.shape, dtype=self.obs.dtype, pin_memory=True) if on_gpu else None
-        self.choices = torch.zeros(args.num_steps, 3, num_envs, device=self.device)
-        self.example = self.obs[:size], torch.zeros(size, self.num_actions, device=self.device)
+        action_size = math.prod(self.action_space.shape)  # 1 where actions are numbered
+        self.choices = torch.zeros(args.num_steps, action_size + 2, num_envs, device=self.device)
+        self.example = self.obs[:size], torch.zeros(size, policy_size(self.action_space), device=self.device)
         self.episodes = EpisodeStatistics(num_envs)
         self.stopped = False
         self._thread: threading.Thread | None = None
@@ -105,8 +109,9 @@ class ActorThread:
         self._played: Mailbox[list[Rollout]] = Mailbox(args.timeout)
         self._params: Mailbox[tuple[int, torch.Tensor]] = Mailbox(args.timeout)
         # The schedule lets a thread play so many rollouts before the learner takes the first of them, which it copies
-        # and gives back ahead of its update: with a lag, a thread goes on while others still play.
-        for _ in range(args.policy_lag + 1):
+        # and gives back ahead of its update: with a lag, a thread goes on while others still play. Without a schedule
+        # one is played while another waits for the learner.
+        for _ in range(2 if args.policy_lag == "newest" else args.policy_lag + 1):
             self._free.put([start.allocate(len(piece.envs)) for piece in self.pieces])
 
     def start(self, play: Callable, *args) -> None:
@@ -138,12 +143,13 @@ class ActorThread:
 
         Before each, ``agent`` gets the parameters that are to produce it.
         """
-        first = version = self.first_step // self.process.batch_size
-        for number in range(first + 1, self.process.num_updates + 1):
+        version, lag = self.first_step // self.process.batch_size, self.process.args.policy_lag
+        for number in range(version + 1, self.process.num_updates + 1):
             waiting = time.time()
             pieces = self._free.get(f"a free buffer for rollout {number}, by {self.name}")
             started = time.time()
-            if number > first + 1 + self.process.args.policy_lag:  # all before are due from what the run begins with
+            # The first lag + 1 are due from what the run begins with. Without a schedule, from what has come until now.
+            while (version < number - 1 - lag) if lag != "newest" else not self._params.empty():
                 version, params = self._params.get(f"parameters of the learner, by {self.name}")
                 self.agent.load(params)
                 synchronize_stream(self.device)  # their memory is let go, and may be taken by another one
@@ -192,7 +198,8 @@ class ThreadRollout:
 
     Attributes:
         steps: numbers of its T steps in the run: those of rollout r begin at r T.
-        choices: [T, 3, n], to be filled: actions, their log-probabilities, values.
+        choices: [T, 3, n], to be filled: actions, their log-probabilities, values. An action of several numbers is as
+            many rows.
     """
 
     def __init__(self, thread: ActorThread, pieces: list[Rollout], header: Header) -> None:
@@ -231,11 +238,13 @@ class ThreadRollout:
         return thread.obs
 
     def actions(self, step: int) -> np.ndarray:
-        """The actions [n] of ``choices[step]``, as the environments take them."""
+        """The actions of ``choices[step]`` as the environments take them: [n], or [n, action_dim] within bounds."""
         self._lap("inference")
-        actions = self.choices[step, 0].cpu().numpy()
+        actions, space = self.choices[step, :-2].cpu().numpy(), self._thread.action_space
         self._lap("device_to_host")
-        return actions
+        if isinstance(space, gym.spaces.Box):
+            return np.clip(actions.T, space.low, space.high, order="C")
+        return actions[0].astype(space.dtype)
 
     def record(self, step: int, rewards, terminations, truncations, resets, infos: dict) -> None:
         """Writes what the environments returned, arrays [n], and where (``resets``) this step only reset them."""
@@ -252,9 +261,10 @@ class ThreadRollout:
         """Copies all to the pieces, with a header."""
         header = torch.tensor(self._header._replace(ended=time.time(), **self._seconds), dtype=torch.float64)
         for piece, columns in self._pieces:
-            piece.actions.copy_(self.choices[:, 0, columns])
-            piece.logprobs.copy_(self.choices[:, 1, columns])
-            piece.values.copy_(self.choices[:, 2, columns])
+            actions = self.choices[:, :-2, columns].mT
+            piece.actions.view(actions.shape).copy_(actions)
+            piece.logprobs.copy_(self.choices[:, -2, columns])
+            piece.values.copy_(self.choices[:, -1, columns])
             for name, values in self._outcome.items():
                 getattr(piece, name).copy_(torch.from_numpy(values[:, columns]))
             piece.header.copy_(header)

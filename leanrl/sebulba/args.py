@@ -11,6 +11,7 @@ import tyro
 from leanrl.sebulba.layout import Layout
 from leanrl.support.cli import RunArgs
 from leanrl.support.devices import available_cores, resolve_device, update_threads
+from leanrl.support.envs import EnvBackend
 from leanrl.support.errors import UsageError, bad, require_at_least, require_positive
 from leanrl.support.hub import require_hub
 
@@ -29,6 +30,8 @@ class SebulbaArgs(RunArgs):
     """compile inference and update with torch.compile"""
     cudagraphs: bool = False
     """replay inference and update as CUDA graphs (tensordict's CudaGraphModule)"""
+    env_backend: EnvBackend = "envpool"
+    """envpool steps the environments on C++ threads; gymnasium steps those of an actor thread one after the other"""
     num_threads: int | None = None
     """CPU threads of a learner; by default all cores where nothing else wants them and its work is large, else 1"""
     env_threads: int | None = None
@@ -44,8 +47,9 @@ class SebulbaArgs(RunArgs):
     """devices of a group that learn; a device in both lists does both in one process"""
     distributed: bool = False
     """this is one of several tasks under SLURM's variables, each with a group of its own"""
-    policy_lag: int = 0
-    """rollout r is produced by the parameters after r - 1 - POLICY_LAG updates; 0 is synchronous"""
+    policy_lag: int | Literal["newest"] = 0
+    """rollout r is produced by the parameters after r - 1 - POLICY_LAG updates, 0 is synchronous; newest: by those that
+    are there, at most 2 behind, and no run repeats another"""
     num_shards: int | None = None
     """parts of the global batch that are shuffled and normalised each by itself; by default one per learner"""
     exact_reduction: bool = False
@@ -81,9 +85,11 @@ class SebulbaArgs(RunArgs):
 def validate_runtime(args: SebulbaArgs) -> None:
     """Raises UsageError on the first flag of the runtime that cannot work, whatever the layout."""
     require_at_least(args, 1, "num_threads", "env_threads", "log_frequency", "checksum_frequency", "checkpoint_every")
-    require_at_least(args, 1, "evaluate_episodes")
-    require_at_least(args, 0, "policy_lag")
-    require_at_least(args, 1, "start_timeout")
+    require_at_least(args, 1, "evaluate_episodes", "start_timeout")
+    if args.policy_lag != "newest":
+        require_at_least(args, 0, "policy_lag")
+    elif args.exact_reduction:
+        raise bad("policy_lag", args.policy_lag, "makes every run another one; leave --exact-reduction out")
     require_at_least(args, 2, "timeout")  # a process gives a sign of life twice a second
     require_positive(args, "max_seconds", "snapshot_seconds")
     if args.target_return is not None and not math.isfinite(args.target_return):
@@ -103,8 +109,7 @@ def resolve_devices(args: SebulbaArgs) -> torch.device:
         for name in ("actor_device_ids", "learner_device_ids"):
             ids = getattr(args, name)
             if max(ids, default=0) >= torch.cuda.device_count():
-                there = f"this machine has {torch.cuda.device_count()} CUDA device(s), numbered from 0"
-                raise bad(name, ids, there)
+                raise bad(name, ids, f"this machine has {torch.cuda.device_count()} CUDA device(s), numbered from 0")
     return torch.device(device.type)
 
 

@@ -111,10 +111,6 @@ class Layout:
 
         return Part(rank, group, device_id, number(self.actor_device_ids), number(self.learner_device_ids))
 
-    def __str__(self) -> str:
-        actors, learners = (",".join(map(str, ids)) for ids in (self.actor_device_ids, self.learner_device_ids))
-        return f"a{actors}-l{learners}-d{self.num_groups}"
-
     def actor_part(self, actor: int) -> Part:
         """The process of an actor device."""
         return next(part for part in self.parts if part.actor == actor)

@@ -1,10 +1,6 @@
 """Waiting for things between threads, with time limits, until the run ends."""
 
-import threading
-from collections import deque
-from typing import Generic, TypeVar
-
-T = TypeVar("T")
+from queue import Empty, SimpleQueue
 
 
 class Stopped(Exception):
@@ -15,25 +11,17 @@ class Stalled(Exception):
     """Something that was waited for did not come in time; the message says who waited for whom."""
 
 
-class Mailbox(Generic[T]):
-    """First in, first out. Putting never blocks: the number of things that go round bounds it.
+class Mailbox(SimpleQueue):
+    """First in, first out, for one reader. Putting never blocks: the number of things that go round bounds it.
 
     Args:
         timeout: seconds after which a wait is a stall.
     """
 
     def __init__(self, timeout: float) -> None:
-        self._timeout = timeout
-        self._changed = threading.Condition()
-        self._items: deque[T] = deque()
-        self._closed = False
+        self._timeout, self._closed = timeout, False
 
-    def put(self, item: T) -> None:
-        with self._changed:
-            self._items.append(item)
-            self._changed.notify()
-
-    def get(self, what: str) -> T:
+    def get(self, what: str):
         """The oldest item.
 
         Args:
@@ -43,15 +31,16 @@ class Mailbox(Generic[T]):
             Stopped: the mailbox is closed.
             Stalled: nothing came in time.
         """
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._items or self._closed, self._timeout):
-                raise Stalled(f"waited {self._timeout:g} s for {what}")
-            if self._closed:
-                raise Stopped
-            return self._items.popleft()
+        try:
+            item = super().get(timeout=self._timeout)
+        except Empty:
+            raise Stalled(f"waited {self._timeout:g} s for {what}") from None
+        if self._closed:
+            self.close()  # the next wait, too
+            raise Stopped
+        return item
 
     def close(self) -> None:
-        """Ends every wait, now and later."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        """Ends every wait, now and later, whatever is left."""
+        self._closed = True
+        self.put(None)

@@ -79,8 +79,8 @@ class Pipeline:
         return sorted(headers, key=lambda item: item[0].envs.start)
 
     def _fill(self, number: int, piece: Piece, rollout: Rollout) -> Header:
-        header = Header(*rollout.header.tolist())
-        version = version_for(number, self.start.args.policy_lag, self.first_version)
+        header, lag = Header(*rollout.header.tolist()), self.start.args.policy_lag
+        version = header.version if lag == "newest" else version_for(number, lag, self.first_version)
         if (header.rollout, header.version) != (number, version):
             name = self.layout.thread_name(piece.actor, piece.thread)
             came = f"rollout {header.rollout:.0f} of parameters {header.version:.0f}"

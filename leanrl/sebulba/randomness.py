@@ -1,5 +1,6 @@
 """Random numbers that depend on what they are for, and on no process, thread or number of learners."""
 
+import gymnasium as gym
 import numpy as np
 import torch
 
@@ -37,16 +38,27 @@ def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
     return (x >> bits) & (2 ** (64 - bits) - 1)
 
 
-def gumbel_noise(seed: int, envs: range, steps: range, num_actions: int, device: torch.device) -> torch.Tensor:
-    """Gumbel(0, 1) [T, n, num_actions] on ``device``: the argmax of logits plus it samples their softmax.
+def policy_size(space: gym.Space) -> int:
+    """Outputs of a policy, and noise that samples it: a number for each Discrete action, or for each of a Box."""
+    return int(space.n) if isinstance(space, gym.spaces.Discrete) else space.shape[0]
+
+
+def action_noise(seed: int, envs: range, steps: range, space: gym.Space, device: torch.device) -> torch.Tensor:
+    """What turns policies into samples, [T, n, k] on ``device``.
+
+    Gumbel(0, 1) for a Discrete ``space`` of k actions: the argmax of logits plus it samples their softmax. For a Box of
+    k numbers the standard normal distribution.
 
     Args:
         envs: global numbers of the n environments.
         steps: numbers of the T steps in the run: those of rollout r begin at r T.
     """
-    env, step, action = (torch.arange(r.start, r.stop, device=device) for r in (envs, steps, range(num_actions)))
-    draws = step.view(-1, 1, 1) * num_actions + action
+    size = policy_size(space)
+    env, step, number = (torch.arange(r.start, r.stop, device=device) for r in (envs, steps, range(size)))
+    draws = step.view(-1, 1, 1) * size + number
     bits = random_bits(seed, (env.view(-1, 1) << DRAWS_BITS) + draws)
     # Never 0 or 1. In float64: where a row stands in its batch may change a logarithm by less than float32 can tell.
     uniform = (_shifted(bits, 12) + 0.5) * 2.0**-52
+    if isinstance(space, gym.spaces.Box):
+        return torch.special.ndtri(uniform).float()
     return uniform.log_().neg_().log_().neg_().float()

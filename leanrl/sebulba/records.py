@@ -116,4 +116,5 @@ def stats(number: int, reports: Sequence[Report]) -> dict[str, float]:
         "all_reduce": [report.all_reduce for report in reports],
     }
     means = {f"stats/{name}_time": float(np.mean(seconds)) for name, seconds in values.items()}
-    return {**means, "stats/policy_lag": float(np.mean([number - 1 - h.version for h in headers]))}
+    lags = [number - 1 - h.version for h in headers]
+    return {**means, "stats/policy_lag": float(np.mean(lags)), "stats/policy_lag_max": max(lags)}

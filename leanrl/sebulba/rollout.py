@@ -40,7 +40,7 @@ class Rollout(NamedTuple):
     buffer: torch.Tensor  # [bytes] uint8
     header: torch.Tensor  # [len(Header)] float64
     obs: torch.Tensor  # [T + 1, n, ...] in the environment's type
-    actions: torch.Tensor  # [T, n] int64
+    actions: torch.Tensor  # [T, n] int64, or as sampled, not clipped to their bounds, [T, n, action_dim] float32
     logprobs: torch.Tensor  # [T, n] of the actions under the policy that chose them
     values: torch.Tensor  # [T, n] of obs[:-1], by the same network
     rewards: torch.Tensor  # [T, n] what is learned from (clipped, on Atari)
@@ -51,7 +51,9 @@ class Rollout(NamedTuple):
     resets: torch.Tensor  # the step only reset its environment: no experience
 
     @classmethod
-    def allocate(cls, space: gym.spaces.Box, num_steps: int, num_envs: int, device: torch.device) -> "Rollout":
+    def allocate(
+        cls, space: gym.spaces.Box, action_space: gym.Space, num_steps: int, num_envs: int, device: torch.device
+    ) -> "Rollout":
         """Zeros for T = ``num_steps``, n = ``num_envs`` and observations of ``space``."""
         is_image, per_step = len(space.shape) == 3, (num_steps, num_envs)
         # Channels last, as convolutions want them: nothing has to be rearranged in an update.
@@ -59,7 +61,7 @@ class Rollout(NamedTuple):
         fields = {
             "header": ((len(Header._fields),), torch.float64),
             "obs": ((num_steps + 1, num_envs, *obs_shape), torch.from_numpy(space.sample()).dtype),
-            "actions": (per_step, torch.int64),
+            "actions": ((*per_step, *action_space.shape), torch.float32 if action_space.shape else torch.int64),
             **dict.fromkeys(("logprobs", "values", "rewards", "returns", "lengths"), (per_step, torch.float32)),
             **dict.fromkeys(("terminations", "dones", "resets"), (per_step, torch.bool)),
         }

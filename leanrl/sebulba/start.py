@@ -54,7 +54,7 @@ class Start:
     """of this part"""
     space: gym.spaces.Box
     """of the observations"""
-    num_actions: int
+    action_space: gym.spaces.Discrete | gym.spaces.Box
     slurm: SlurmTask | None = None
     """where ``--distributed`` asks for it"""
 
@@ -70,7 +70,7 @@ class Start:
 
     def allocate(self, num_envs: int) -> Rollout:
         """Memory for a rollout of so many environments."""
-        return Rollout.allocate(self.space, self.args.num_steps, num_envs, self.device)
+        return Rollout.allocate(self.space, self.action_space, self.args.num_steps, num_envs, self.device)
 
 
 def resolve_start(args: SebulbaArgs) -> Start:
@@ -100,10 +100,10 @@ def resolve_start(args: SebulbaArgs) -> Start:
             raise UsageError(f"--actor-device-ids and --learner-device-ids: {needed}; start a multiple of them")
     device, layout = validate_start(args, num_groups)
     seed_everything(args.seed)
-    with closing(make_pool(args.env_id, range(1), args.seed, args.protocol)) as example:
-        space, num_actions = example.single_observation_space, int(example.single_action_space.n)
+    with closing(make_pool(args.env_id, range(1), args.seed, args.protocol, args.env_backend, num_threads=1)) as pool:
+        space, action_space = pool.single_observation_space, pool.single_action_space
     if not as_rank:
-        return Start(args, layout, None, device, space, num_actions, slurm)
+        return Start(args, layout, None, device, space, action_space, slurm)
     part = layout.parts[int(os.environ["RANK"])]
     if device.type == "cuda":
         # Groups of one machine, under torchrun, have its devices one after the other.
@@ -117,7 +117,7 @@ def resolve_start(args: SebulbaArgs) -> Start:
     set_cpu_numerics(learner_threads(args, layout, is_image))
     if is_image and device.type == "cpu":
         keep_freed_memory()
-    return Start(args, layout, part, device, space, num_actions)
+    return Start(args, layout, part, device, space, action_space)
 
 
 def slurm_task(environ: Mapping[str, str]) -> SlurmTask:

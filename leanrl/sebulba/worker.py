@@ -155,7 +155,7 @@ class Worker:
                 yield number
             else:
                 self._collectives.begin("parameters of update", number)
-                params, self._is_last = self._collectives.pass_params(flatten(self._agent.parameters()))
+                params, self._is_last = self._collectives.pass_params(flatten(self._agent))
                 self._give_params(params)
             if self._is_last:
                 break
@@ -179,7 +179,7 @@ class Worker:
         synchronize_stream(self._start.device)
         times = self._started, self._filled, time.time(), collectives.all_reduce_seconds - self._reduced
         collectives.begin("report of update", number)
-        params = flatten(self._agent.parameters())
+        params = flatten(self._agent)
         is_last = number == self._start.num_updates
         check = number % self._args.checksum_frequency == 0 or is_last
         asked_to_stop = self._asked_to_stop() or any(header.stop for _, header in self._pieces)

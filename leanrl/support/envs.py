@@ -282,7 +282,13 @@ def require_envpool_env(env_id: str, what: str) -> str:
 
 
 def make_envs(
-    env_id: str, num_envs: int, seed: int, backend: EnvBackend = "gymnasium", num_threads: int = 0, start: int = 0
+    env_id: str,
+    num_envs: int,
+    seed: int,
+    backend: EnvBackend = "gymnasium",
+    num_threads: int = 0,
+    start: int = 0,
+    first_index: int = 0,
 ) -> VectorEnv:
     """Vectorised environments in NEXT_STEP autoreset mode.
 
@@ -292,11 +298,12 @@ def make_envs(
         backend: ``gymnasium`` steps serially in this process; ``envpool`` on ``num_threads`` C++ threads (0: its own
             choice), which pays with many environments.
         start: environment steps at which this process takes the run up, 0 on a fresh start.
+        first_index: number of the first environment among all of the run.
 
     Raises:
         UsageError: unknown environment, or a missing package.
     """
-    seeds = env_seeds(seed, num_envs, start=start)
+    seeds = env_seeds(seed, num_envs, first_index, start)
     if backend == "gymnasium":
         return SerialVectorEnv([make_env(env_id) for _ in range(num_envs)], seeds)
     require_envpool_env(env_id, "--env-backend envpool")
@@ -333,8 +340,8 @@ def require_discrete_actions(envs: VectorEnv, env_id: str) -> None:
     require_vector_observations(envs, env_id)
 
 
-def require_continuous_actions(envs: VectorEnv, env_id: str) -> None:
-    """UsageError unless actions and observations are vectors of real numbers, the actions bounded."""
+def require_bounded_actions(envs: VectorEnv, env_id: str) -> None:
+    """UsageError unless actions are vectors of real numbers within bounds."""
     action = envs.single_action_space
     if not isinstance(action, gym.spaces.Box):
         raise bad("env_id", env_id, f"has {type(action).__name__} actions; this script needs continuous (Box) ones")
@@ -342,7 +349,20 @@ def require_continuous_actions(envs: VectorEnv, env_id: str) -> None:
         raise bad("env_id", env_id, f"has actions of shape {action.shape}; this script needs vectors")
     if not (np.abs([action.low, action.high]) < np.finfo(np.float32).max).all():
         raise bad("env_id", env_id, "has unbounded actions; this script needs finite bounds")
+
+
+def require_continuous_actions(envs: VectorEnv, env_id: str) -> None:
+    """UsageError unless actions and observations are vectors of real numbers, the actions bounded."""
+    require_bounded_actions(envs, env_id)
     require_vector_observations(envs, env_id)
+
+
+def require_learnable(envs: VectorEnv, env_id: str) -> None:
+    """UsageError unless observations are arrays of numbers, and actions numbered from 0 or bounded vectors of them."""
+    is_continuous = isinstance(envs.single_action_space, gym.spaces.Box)
+    (require_bounded_actions if is_continuous else require_numbered_actions)(envs, env_id)
+    if not isinstance(obs := envs.single_observation_space, gym.spaces.Box):
+        raise bad("env_id", env_id, f"has observations of {obs}; this script needs an array of numbers")
 
 
 def require_vector_observations(envs: VectorEnv, env_id: str) -> None:

@@ -152,22 +152,22 @@ def play(
 
 def atari_protocol(script: ModuleType, args: dict) -> AtariProtocol | None:
     """How a run played its Atari game: by its --protocol, or its script's PROTOCOL; None where it played none."""
-    if is_distributed(args):
-        return PROTOCOLS[args["protocol"]] if args["env_id"] in atari_games() else None
+    if "protocol" in args:
+        in_envpool = backend_of(args) == "envpool" and args["env_id"] in atari_games()
+        return PROTOCOLS[args["protocol"]] if in_envpool else None
     return getattr(script, "PROTOCOL", None)
 
 
-def is_distributed(args: dict) -> bool:
-    """Whether ``args`` are a distributed script's; all environments of those are EnvPool's."""
-    return "protocol" in args
+def backend_of(args: dict) -> EnvBackend:
+    """What stepped the environments of a run with ``args``; the distributed scripts once knew EnvPool alone."""
+    return args.get("env_backend", "envpool" if "protocol" in args else "gymnasium")
 
 
 def make_evaluation_envs(args: dict, seed: int, rendering: bool, protocol: AtariProtocol | None) -> VectorEnv:
     """One environment as a run with ``args`` had them, Atari games by ``protocol``; its seed is none that those had."""
     env_id = args["env_id"]
     # The other backend's environment of that name has other dice, may have other observations, or may not be there.
-    on_envpool = protocol is not None or is_distributed(args)
-    backend = "envpool" if on_envpool else args.get("env_backend", "gymnasium")
+    backend = "envpool" if protocol is not None else backend_of(args)
     options = {}
     if rendering:
         require_video(env_id, backend)

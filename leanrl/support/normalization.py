@@ -1,11 +1,13 @@
 """Gymnasium's vector NormalizeObservation and NormalizeReward as tensor operations, for the fast variants.
 
-The wrappers cost more than a MuJoCo simulator. Tested equal to them in tests/test_ppo_continuous.py.
+The wrappers cost more than a MuJoCo simulator. Tested equal to them in tests/test_ppo_continuous.py. For several
+learners there are SummedMoments.
 """
 
 from dataclasses import dataclass
 
 import torch
+import torch.nn as nn
 
 from leanrl.support.scan import linear_recurrence
 
@@ -89,3 +91,36 @@ class RewardNormalizer:
         moments.var.copy_(variances[-1])
         moments.count.copy_(counts[-1:])
         return (rewards / torch.sqrt(variances + 1e-8).unsqueeze(1)).float().clamp(-10, 10)
+
+
+class SummedMoments(nn.Module):
+    """Mean, variance and count of a stream of vectors [size], in float64, for batches that lie in several places.
+
+    Each place says what its part sums up to (``sums``), and ``add`` takes the total. As a module it normalises.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
+        self.register_buffer("var", torch.ones(size, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros(1, dtype=torch.float64))
+
+    def sums(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Of a part ``x`` [..., size] with ``weights`` [...] of 0 or 1: their number, and sums of deviations from the
+        mean so far and of their squares, [1 + 2 size] in float64."""
+        # Deviations, so that nothing large cancels in the sums.
+        deviations = ((x - self.mean) * weights.unsqueeze(-1)).flatten(0, -2)
+        return torch.cat([weights.sum().double().view(1), deviations.sum(0), deviations.square().sum(0)])
+
+    def add(self, sums: torch.Tensor) -> None:
+        """Takes in the ``sums`` of all parts, added up."""
+        number, deviations, squares = sums.split([1, len(self.mean), len(self.mean)])
+        total = self.count + number
+        shift = deviations / total
+        self.var.copy_((self.var * self.count + squares) / total - shift**2)
+        self.mean.add_(shift)
+        self.count.copy_(total)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` [..., size] less the mean, over the deviation, clipped to [-10, 10], in float32."""
+        return ((x - self.mean) / torch.sqrt(self.var + 1e-8)).float().clamp(-10, 10)

@@ -146,7 +146,7 @@ def predict(text: str, parts: LayoutParts, script_args, cores: int, machines: in
     learning = transfer + updating + reduction
     shared = script_args.device == "cpu" or set(actors) & set(learners)
     whole = rollout + learning
-    if script_args.policy_lag > 0:
+    if script_args.policy_lag != 0:
         whole = max(rollout, learning, work) if script_args.device == "cpu" or not shared else whole
     slowest = max(seconds, key=seconds.get)
     if slowest == "rollout":

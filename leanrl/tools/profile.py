@@ -418,10 +418,10 @@ def measure_layouts(
     Raises:
         SystemExit: a run failed.
     """
-    with closing(make_pool(args.env_id, range(1), args.seed, args.protocol)) as pool:
-        space, num_actions = pool.single_observation_space, int(pool.single_action_space.n)
-    agent = importlib.import_module(f"leanrl.{script}").make_agent(space, num_actions, args)
-    rollout = Rollout.allocate(space, args.num_steps, 1, torch.device("cpu"))
+    with closing(make_pool(args.env_id, range(1), args.seed, args.protocol, args.env_backend)) as pool:
+        space, action_space = pool.single_observation_space, pool.single_action_space
+    agent = importlib.import_module(f"leanrl.{script}").make_agent(space, action_space, args)
+    rollout = Rollout.allocate(space, action_space, args.num_steps, 1, torch.device("cpu"))
     threads = threads_alone = args.num_threads or 1
     if device.type == "cpu":
         one_process = Layout((0,), (0,), 1, args.num_actor_threads, args.local_num_envs)

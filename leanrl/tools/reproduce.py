@@ -15,12 +15,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch.utils._pytree import tree_flatten_with_path
 
 from leanrl.sebulba.layout import parse_layout
 from leanrl.support.checkpoints import load_last_checkpoint
+from leanrl.support.envs import EnvBackend
 from leanrl.support.errors import bad, require_at_least
 from leanrl.tools import common
 from leanrl.tools.trials import DISTRIBUTED, SCRIPTS, Contender, require_distinct, require_valid, run_groups
@@ -37,10 +39,12 @@ class Args(common.OutArgs):
     """distributed scripts"""
     layouts: tuple[str, ...] = LAYOUTS
     """the first is what the others are compared with"""
-    lags: tuple[int, ...] = (0, 1)
-    """values of --policy-lag"""
+    lags: tuple[int | Literal["newest"], ...] = (0, 1)
+    """values of --policy-lag; newest cannot be reproduced"""
     env_id: str = "CartPole-v1"
     """environment"""
+    env_backend: EnvBackend = "envpool"
+    """what steps it"""
     num_envs: int = 32
     """environments in all, the same in every layout"""
     num_shards: int = 4
@@ -80,7 +84,7 @@ def command(run: Run, args: Args, folder: Path) -> list[str]:
         sys.executable,
         str(SCRIPTS / f"{run.script}.py"),
         "--device=cpu",
-        f"--env-id={args.env_id}",
+        *(f"--env-id={args.env_id}", f"--env-backend={args.env_backend}"),
         f"--seed={args.seed}",
         f"--total-timesteps={run.updates * args.num_envs * args.num_steps}",
         *("--actor-device-ids", *map(str, actors), "--learner-device-ids", *map(str, learners)),
@@ -168,6 +172,10 @@ def main(args: Args) -> int:
     """0 if every layout computes the same, 1 if one does not."""
     require_distinct(args, "scripts", "layouts", "lags")
     require_at_least(args, 1, "num_envs", "num_shards", "num_steps", "updates")
+    if "newest" in args.lags:
+        raise bad(
+            "lags", args.lags, "newest parameters are other ones in every run; a lag must be counted to be repeated"
+        )
     if min(args.lags) < 0:
         raise bad("lags", args.lags, "must be at least 0")
     for script in args.scripts:
