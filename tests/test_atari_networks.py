@@ -83,7 +83,8 @@ def test_pqns_network_is_the_papers():
     x = frames.double() / 255
     for i in (0, 3, 6):
         x = torch.relu(slow_norm(network[i + 1], slow_convolution(network[i], x, lambda x: x)))
-    expected = slow_product(network[13], torch.relu(slow_norm(network[11], slow_product(network[10], x.flatten(1)))))
+    x = slow_product(network[9], x.movedim(1, -1).flatten(1))
+    expected = slow_product(network[12], torch.relu(slow_norm(network[10], x)))
     assert expected.std() > 0.1
     for obs in (frames, frames.contiguous(memory_format=torch.channels_last)):
         torch.testing.assert_close(network(obs).double(), expected, rtol=1e-4, atol=1e-4)
