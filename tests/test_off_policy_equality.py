@@ -18,8 +18,8 @@ OBS_DIM = 5
 # Bounds other than ±1, and different from one dimension to the next.
 LOW, HIGH = np.float32([-3.0, -0.4]), np.float32([3.0, 0.2])
 NUM_UPDATES = 100
-# In more, rounding comes to decide: one of twenty sequences of 100 led 5e-2 of the way apart, whatever the layout of the
-# networks, and none of 48 sequences of 50.
+# In more, rounding comes to decide: one of twenty sequences of 100 led 5e-2 of the way apart, whatever the networks'
+# layout, and none of 48 sequences of 50.
 SAC_UPDATES = 50
 # Of SAC's Adam. With the scripts' 1e-8 it steps by a gradient's sign where that is nearly zero, which rounding decides.
 EPS = 1e-4
