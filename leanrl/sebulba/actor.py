@@ -34,29 +34,24 @@ class ActingAgent:
     """A copy of a network to act with: observations -> what the network makes of them.
 
     Args:
-        agent: the network. With ``amp`` bf16 the matrices of linear layers in its module ``torso`` are rounded once for
-            each version of the parameters, which autocast would do at every step, to the same numbers.
+        agent: the network. With ``amp`` bf16 its module ``torso`` is rounded once for each version of the parameters,
+            which autocast would do at every step, to the same numbers.
     """
 
     def __init__(self, agent: nn.Module, amp: str) -> None:
         self._agent = deepcopy(agent)
+        if amp == "bf16" and hasattr(agent, "torso"):
+            self._agent.torso.bfloat16()
         self._state = list(self._agent.state_dict().values())
-        self._rounded = {
-            f"{name}.weight": module.weight.detach().bfloat16()
-            for name, module in self._agent.named_modules()
-            if amp == "bf16" and name.startswith("torso.") and isinstance(module, nn.Linear)
-        }
 
     def __call__(self, obs: torch.Tensor):
-        return torch.func.functional_call(self._agent, self._rounded, (obs,))
+        return self._agent(obs)
 
     @torch.no_grad()
     def load(self, flat: torch.Tensor) -> None:
         """Overwrites parameters and buffers, in place, with ``flat`` [P] (see ``flatten``)."""
         pieces = flat.split([x.numel() for x in self._state])
         torch._foreach_copy_(self._state, [piece.view(x.shape) for piece, x in zip(pieces, self._state, strict=True)])
-        for name, copy in self._rounded.items():
-            copy.copy_(self._agent.get_parameter(name))
 
 
 @dataclass
