@@ -1,5 +1,7 @@
 """Optimisers that compile: ``Adam`` and ``RMSprop``, which compute what PyTorch's of the same names do."""
 
+from inspect import unwrap
+
 import torch
 
 
@@ -21,8 +23,8 @@ class Traceable(torch.optim.Optimizer):
     # What Optimizer.__init__ wraps ``step`` in: nothing.
     profile_hook_step = staticmethod(lambda step: step)
     # Not wrapped in what imports torch._dynamo: 1.7 s that an eager run, of many processes maybe, need not wait for.
-    add_param_group = torch.optim.Optimizer.add_param_group.__wrapped__
-    state_dict = torch.optim.Optimizer.state_dict.__wrapped__
+    add_param_group = unwrap(torch.optim.Optimizer.add_param_group)
+    state_dict = unwrap(torch.optim.Optimizer.state_dict)
 
     def __init__(self, params, lr: float, averages: tuple[str, ...], **options) -> None:
         super().__init__(params, lr=lr, **options)
