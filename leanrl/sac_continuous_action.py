@@ -74,7 +74,9 @@ class Args(RunArgs):
     updates_per_step: float = 1.0
     """updates of the critics per environment step, N for N environments that step together; resets count as steps"""
     policy_frequency: int = 2
-    """train the actor after every N updates of the critics, N times in a row"""
+    """train the actor after every N updates of the critics"""
+    policy_updates: int | None = None
+    """how many times in a row; by default N, which makes up for the delay"""
     target_network_frequency: int = 1
     """updates of the critics for each update of the targets"""
     autotune: bool = True
@@ -86,7 +88,7 @@ class Args(RunArgs):
 def validate(args: Args) -> None:
     """Raises UsageError on the first argument that cannot work."""
     require_off_policy(args)
-    require_at_least(args, 1, "policy_frequency", "target_network_frequency")
+    require_at_least(args, 1, "policy_frequency", "policy_updates", "target_network_frequency")
     require_at_least(args, 0, "alpha")
     require_positive(args, "policy_lr", "q_lr")
 
@@ -234,6 +236,7 @@ def make_update(
     """
     device = replay.rows.device
     target_entropy = -float(len(actor.low))
+    actor_steps = args.policy_updates or args.policy_frequency
     losses = Losses(*(torch.zeros(size, device=device) for size in (2, 2, 1, 1, 1)))
     losses.alpha.copy_(log_alpha.detach().exp())
     params, target_params = list(critics.parameters()), list(critics_target.parameters())
@@ -243,7 +246,7 @@ def make_update(
 
     def update(with_actor: bool, with_targets: bool) -> None:
         batch = replay.sample(args.batch_size)
-        noise = Noise.draw(batch.actions, args.policy_frequency if with_actor else 0)
+        noise = Noise.draw(batch.actions, actor_steps if with_actor else 0)
         with autocast():
             with torch.no_grad():
                 next_q_value = sac_target(actor, critics_target, log_alpha.exp(), batch, noise.target, args)
@@ -256,7 +259,7 @@ def make_update(
         losses.qf_loss.copy_(qf_loss.detach())
 
         if with_actor:
-            for i in range(args.policy_frequency):  # makes up for the delay
+            for i in range(actor_steps):
                 with autocast():
                     pi_loss = actor_loss(actor, critics, log_alpha.detach().exp(), batch.obs, noise.actor[i])
                 pi_loss.backward(inputs=list(actor.parameters()))

@@ -196,13 +196,13 @@ def test_td3_equals_the_reference(mode, device, amp):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"autotune": False, "target_network_frequency": 3}, {"amp": "bf16"}],
+    [{}, {"autotune": False, "target_network_frequency": 3, "policy_updates": 1}, {"amp": "bf16"}],
     ids=["autotune", "fixed", "bf16"],
 )
 @in_every_mode
 def test_sac_equals_the_reference(mode, changes, device):
     frequency = changes.get("target_network_frequency", 1)
-    actor_steps = SAC_UPDATES // 2 * 2  # two at a time, every second update
+    actor_steps = SAC_UPDATES // 2 * changes.get("policy_updates", 2)  # in a row, every second update
     fixed = () if changes.get("autotune", True) else ("log_alpha",)
     steps = {"actor_optimizer": actor_steps, "q_optimizer": SAC_UPDATES, "a_optimizer": 0 if fixed else actor_steps}
     turn = lambda n: (n % 2 == 0, n % frequency == 0)  # noqa: E731

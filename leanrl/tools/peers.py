@@ -191,8 +191,9 @@ def off_policy_arguments(args, envs) -> dict:
 
 def sac_timing(args) -> Timing:
     """As of all off-policy algorithms."""
-    if args.target_network_frequency != 1:
-        raise bad("target_network_frequency", args.target_network_frequency, "the peers only have 1; leave it out")
+    for name, only in (("target_network_frequency", 1), ("policy_updates", None)):
+        if (value := getattr(args, name)) != only:
+            raise bad(name, value, f"the peers only have {only}; leave it out")
     return off_policy_timing(args)
 
 

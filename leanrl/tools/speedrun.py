@@ -57,21 +57,30 @@ class Task(NamedTuple):
     """that the holder is expected to take"""
 
 
-SAC, PPO_ATARI = "sac_continuous_action_torchcompile:compile", "ppo_atari_envpool_torchcompile:compile"
+SAC = (
+    "sac_continuous_action_torchcompile:compile --amp bf16 --env-backend envpool --num-envs 16 --updates-per-step 0.25"
+    " --policy-updates 1 --policy-lr 1e-3 --tau 0.01"
+)
+PQN = (
+    "pqn_torchcompile:eager --env-backend envpool --num-envs 32 --num-steps 64 --num-minibatches 16 --update-epochs 2"
+    " --learning-rate 2e-3 --q-lambda 0.95 --end-e 0.2 --exploration-fraction 0.2 --total-timesteps 100000"
+)
+PPO_ATARI = "ppo_atari_envpool_torchcompile:compile --amp bf16"
 TASKS = {
-    "cartpole": Task("CartPole-v1", 475, "pqn_torchcompile:compile", 20),
-    "cheetah5k": Task("HalfCheetah-v5", 5_000, SAC, 900),
-    "cheetah10k": Task("HalfCheetah-v5", 10_000, SAC, 5_400),
-    "hopper": Task("Hopper-v5", 2_500, SAC, 1_200),
-    "pong": Task("Pong-v5", 18, PPO_ATARI, 3_600),
-    "breakout": Task("Breakout-v5", 100, PPO_ATARI, 3_600),
+    "cartpole": Task("CartPole-v1", 475, PQN, 5),
+    "cheetah5k": Task("HalfCheetah-v5", 5_000, SAC, 100),
+    "cheetah10k": Task("HalfCheetah-v5", 10_000, SAC, 900),
+    "cheetah-run": Task("CheetahRun-v1", 700, SAC, 400),
+    "hopper": Task("Hopper-v5", 2_500, "sac_continuous_action_torchcompile:compile --amp bf16", 1_200),
+    "pong": Task("Pong-v5", 18, PPO_ATARI, 1_500),
+    "breakout": Task("Breakout-v5", 100, PPO_ATARI, 2_700),
 }
 
 
 @dataclass
 class Args(common.OutArgs):
     task: tyro.conf.Positional[str]
-    """cartpole, cheetah5k, cheetah10k, hopper, pong or breakout"""
+    """cartpole, cheetah5k, cheetah10k, cheetah-run, hopper, pong or breakout"""
     contenders: tuple[str, ...] = ()
     """SCRIPT[:MODE] and its flags each, beside the record's holder, which always runs"""
     seeds: tuple[int, ...] = (1, 2, 3)
