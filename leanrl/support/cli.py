@@ -55,15 +55,14 @@ Args = TypeVar("Args", bound=RunArgs)
 
 def read_args_json(run_dir: Path) -> dict:
     """The contents of ``args.json`` of a run directory; UsageError if ``run_dir`` is not one."""
+    path = run_dir / "args.json"
     try:
-        content = json.loads((run_dir / "args.json").read_text())
-    except (FileNotFoundError, NotADirectoryError):
-        raise UsageError(f"{run_dir}: not a run directory (it has no args.json)") from None
-    except (OSError, ValueError) as error:  # ValueError: neither text nor JSON
-        raise UsageError(f"{run_dir}/args.json: cannot be read ({error})") from None
-    args = content.get("args") if isinstance(content, dict) else None
-    if not isinstance(args, dict) or "env_id" not in args or "script" not in content:
-        raise UsageError(f"{run_dir}/args.json: was not written by a training script")
+        content = json.loads(path.read_text())
+        _ = content["script"], content["args"]["env_id"]
+    except OSError as error:
+        raise UsageError(f"{run_dir}: not a run directory ({path}: {error.strerror})") from None
+    except (ValueError, LookupError, TypeError):  # neither text nor JSON, or that of something else
+        raise UsageError(f"{path}: was not written by a training script") from None
     return content
 
 
