@@ -181,7 +181,7 @@ def test_compile_without_a_compiler_on_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.delenv("CC", raising=False)
-    (tmp_path / "clang").touch(mode=0o755)
+    (tmp_path / "gcc").touch(mode=0o755)
     args = SimpleNamespace(device="cuda", compile=True)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert resolve_device(args) == torch.device("cuda", 0)
