@@ -99,7 +99,7 @@ WRAPPERS = (
     patch.object(ppo, "make_envs", wrapped_envs),
     patch.object(ppo, "require_continuous_actions", lambda *_: None),  # the wrappers clip what has no bounds
     patch.object(RunningMoments, "update", lambda self, batch: None),
-    patch.object(RunningMoments, "normalize", lambda self, x: x.float()),
+    patch.object(RunningMoments, "forward", lambda self, x: x.float()),
     patch.object(RewardNormalizer, "__call__", lambda self, rewards, *_: rewards),
 )
 ALL_CORES = (patch.object(torch, "set_num_threads", lambda number: None),)
