@@ -31,26 +31,23 @@ Policy = Callable[[np.ndarray], np.ndarray]
 
 
 def load_model(run_dir: Path, file: str = "model.pt") -> dict:
-    """The contents of ``model.pt``, or of a snapshot: script (by today's name), args, model.
+    """The script (by today's name) and args of a run, and the model in its ``model.pt`` or in a snapshot.
 
     Raises:
-        UsageError: not a run directory, trained without ``--save-model``, a damaged file, or the model of another run.
+        UsageError: not a run directory, trained without ``--save-model``, or a damaged file.
     """
     run = read_args_json(run_dir)
-    of_run = (run["script"], run["args"]["env_id"])
     path = run_dir / file
     if not path.exists():
         raise UsageError(f"{run_dir}: has no {file}; train with --save-model")
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-        saved = {key: content[key] for key in ("script", "args", "model")}
-        made_by = (saved["script"], saved["args"]["env_id"])
+        model = torch.load(path, map_location="cpu", weights_only=True)["model"]
     except Exception as error:  # torch.load raises nearly anything on damaged input
         raise UsageError(f"{path}: damaged or not a saved model ({type(error).__name__})") from None
-    if made_by != of_run:
-        raise UsageError("{}: was made by {} on {}, but the run is {} on {}".format(path, *made_by, *of_run))
-    # Earlier versions had scripts that are a mode now, --one-graph.
-    return saved | {"script": str(saved["script"]).replace("_onegraph", "_torchcompile")}
+    # Earlier versions named the one layer behind the torso ``hidden``, and had scripts that are --one-graph now.
+    if "hidden" in (network := model.get("network", {})):
+        network["hiddens"] = [network.pop("hidden")]
+    return {"script": run["script"].replace("_onegraph", "_torchcompile"), "args": run["args"], "model": model}
 
 
 def training_script(run_dir: Path, saved: dict) -> ModuleType:
@@ -71,37 +68,10 @@ def load_policy(run_dir: Path, saved: dict, envs: VectorEnv) -> Policy:
     """
     script = training_script(run_dir, saved)
     try:
-        return script.load_policy(in_todays_layout(saved["model"]), envs)
+        return script.load_policy(saved["model"], envs)
     except Exception as error:  # missing tensors, other shapes: whatever the script makes of a foreign file
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise UsageError(f"{run_dir}/model.pt: does not fit {saved['script']} ({reason[0]})") from None
-
-
-def in_todays_layout(model: dict) -> dict:
-    """A saved model, its parameters as the scripts keep them today.
-
-    Earlier, SAC's reference had a layer for each head of the actor. PPO's on Atari had the columns of the linear layer
-    in the order [C, H, W]; its fast variant had kernels [out, H, W, in], the first layer's of 2 x 2 blocks of 4 x 4
-    pixels each. The distributed scripts named the one layer behind the torso ``hidden``.
-    """
-    actor, agent, network = (model.get(name, {}) for name in ("actor", "agent", "network"))
-    if "hidden" in network:
-        network["hiddens"] = [network.pop("hidden")]
-    if "fc_logstd.weight" in actor:
-        for name in ("weight", "bias"):
-            actor[f"fc_heads.{name}"] = torch.cat([actor.pop(f"{head}.{name}") for head in ("fc_mean", "fc_logstd")])
-    if "network.7.weight" in agent:
-        columns = agent.pop("network.7.weight").view(512, 64, 7, 7)
-        agent["network.6.weight"] = columns.movedim(1, -1).flatten(1)
-        agent["network.6.bias"] = agent.pop("network.7.bias")
-    if "conv1.weight" in agent:
-        blocks = agent["conv1.weight"].view(32, 2, 2, 4, 4, 4)
-        agent["conv1.weight"] = blocks.permute(0, 1, 4, 2, 5, 3).reshape(32, 8, 8, 4)
-        for i, name in ((0, "conv1"), (2, "conv2"), (4, "conv3")):
-            agent[f"network.{i}.weight"] = agent.pop(f"{name}.weight").permute(0, 3, 1, 2)
-            agent[f"network.{i}.bias"] = agent.pop(f"{name}.bias")
-        agent["network.6.weight"], agent["network.6.bias"] = agent.pop("linear.weight"), agent.pop("linear.bias")
-    return model
 
 
 def play(
@@ -178,7 +148,7 @@ def make_evaluation_envs(args: dict, seed: int, rendering: bool, protocol: Atari
         return make_atari_envs(env_id, 1, seed, protocol, **at, **options)
     seeds = env_seeds(seed, 1, EVALUATION_INDEX)
     if backend == "envpool":
-        require_envpool_env(env_id, f"EnvPool's {env_id}")
+        require_envpool_env(env_id)
         return EnvPoolVectorEnv(env_id, seeds, 1, **options)
     return SerialVectorEnv([make_env(env_id, **options)], seeds)
 
@@ -240,9 +210,7 @@ def drawing_backend(env_id: str, backend: EnvBackend) -> EnvBackend:
     Raises:
         UsageError: EnvPool has no such environment, or it is a MuJoCo task that Gymnasium has not.
     """
-    if backend == "gymnasium":
-        return backend
-    if not require_envpool_env(env_id, f"EnvPool's {env_id}").startswith("envpool.mujoco"):
+    if backend == "gymnasium" or not require_envpool_env(env_id).startswith("envpool.mujoco"):
         return backend
     # EnvPool 1.2 brings an OpenGL of its own; unless its MuJoCo finds that before the system's, it ends the process.
     if env_id not in gym.registry:
@@ -271,21 +239,12 @@ def mp4_writer(path: Path, fps: float):
     halves its colour channels.
     """
     import imageio.v2 as imageio
-    from tqdm import tqdm
 
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp.mp4")
     try:
-        with (
-            imageio.get_writer(temporary, fps=fps, macro_block_size=2, quality=8) as writer,
-            tqdm(desc=f"filming {path.name}", unit="frame", leave=False, disable=None) as bar,
-        ):
-
-            def add_frame(frame: np.ndarray) -> None:
-                writer.append_data(frame)
-                bar.update()
-
-            yield add_frame
+        with imageio.get_writer(temporary, fps=fps, macro_block_size=2, quality=8) as writer:
+            yield writer.append_data
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
