@@ -10,7 +10,7 @@ import torch
 
 from leanrl.support.errors import UsageError
 
-FORMAT = "leanrl-checkpoint-4"
+FORMAT = "leanrl-checkpoint-5"
 KEEP = 2
 
 
