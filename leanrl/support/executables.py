@@ -1,7 +1,7 @@
 """Around ``torch.compile`` and ``CudaGraphModule``: compiled steps without call overhead, warm-up without a trace."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 
 import torch
@@ -164,27 +164,18 @@ class Captured:
         if self._graph is None:
             graph = torch.cuda.CUDAGraph()
             self._args = [arg.clone() for arg in args]
-            in_thread = torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local")
-            with no_garbage_collection(), in_thread:
-                self._result = self._fn(*self._args)
+            gc.collect()
+            gc.disable()  # a graph that is destroyed in a capture invalidates it
+            try:
+                with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                    self._result = self._fn(*self._args)
+            finally:
+                gc.enable()
             self._graph = graph
         for ours, arg in zip(self._args, args, strict=True):
             ours.copy_(arg, non_blocking=True)
         self._graph.replay()
         return self._result
-
-
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Collects Python's garbage on entry and none until exit: a graph that is destroyed in a capture invalidates it."""
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextmanager
