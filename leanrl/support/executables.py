@@ -41,17 +41,14 @@ class CompiledStep:
         fn: takes tensors of unchanging shapes and returns one tensor or None. It may change tensors in place, and must
             have no other side effect.
         device: where its tensors are.
-        cpp_wrapper: (CPU) call the kernels from C++ instead of Python, which pays where they are many.
-        options: (CPU) instead of those in CPU_OPTIONS.
+        options: (CPU) of ``compile_options``.
 
     Raises:
         torch._dynamo.exc.Unsupported: (first call) ``fn`` does not trace as one graph.
     """
 
-    def __init__(
-        self, fn: Callable[..., torch.Tensor | None], device: torch.device, cpp_wrapper: bool = True, **options
-    ) -> None:
-        self._options = compile_options(device, cpp_wrapper, **options)
+    def __init__(self, fn: Callable[..., torch.Tensor | None], device: torch.device, **options) -> None:
+        self._options = compile_options(device, **options)
         self._first_call = torch.compile(fn, backend=self._backend, fullgraph=True, dynamic=False)
         self._graph: Callable | None = None
 
@@ -94,7 +91,12 @@ class CompiledStep:
 
 
 def compile_options(device: torch.device, cpp_wrapper: bool = True, **changes) -> dict:
-    """TorchInductor's options for ``device``, those that this PyTorch knows."""
+    """TorchInductor's options for ``device``, those that this PyTorch knows.
+
+    Args:
+        cpp_wrapper: (CPU) call the kernels from C++ instead of Python, which pays where they are many.
+        changes: (CPU) instead of those in CPU_OPTIONS.
+    """
     if device.type != "cpu":
         return SAME_SAMPLES.copy()
     import torch._inductor
@@ -105,20 +107,14 @@ def compile_options(device: torch.device, cpp_wrapper: bool = True, **changes) -
 
 
 def make_executable(
-    fn: Callable[..., torch.Tensor | None],
-    device: torch.device,
-    compile: bool,
-    cudagraphs: bool,
-    cpp_wrapper: bool = True,
-    urgent: bool = False,
-    **options,
+    fn: Callable, device: torch.device, compile: bool, cudagraphs: bool, urgent: bool = False, **options
 ) -> Callable[..., torch.Tensor | None]:
     """``fn``, compiled (as ``CompiledStep``, with its arguments and demands) and captured as a script's flags say.
 
     ``urgent`` lets a captured graph's kernels go before those of other streams; the next call overwrites its result.
     """
     if compile:
-        fn = CompiledStep(fn, device, cpp_wrapper, **options)
+        fn = CompiledStep(fn, device, **options)
     if cudagraphs:
         if urgent:
             # A graph's kernels have the priority of the stream of its capture, whatever stream replays it. On a stream
