@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -93,12 +94,9 @@ def parse_args(args_type: type[Args], script: str, argv: list[str] | None = None
     Raises:
         UsageError: ``--resume`` names no run, a run of another script, or a flag that may not change was changed.
     """
-    words = {
-        "args": argv,
-        "prog": f"python leanrl/{script}.py",
-        "description": sys.modules[args_type.__module__].__doc__,
-    }
-    args = tyro.cli(args_type, **words)
+    text = sys.modules[args_type.__module__].__doc__
+    parse = partial(tyro.cli, args_type, args=argv, prog=f"python leanrl/{script}.py", description=text)
+    args = parse()
     resume = args.resume
     if resume is None:
         if args.run_name is None or not restarted(run_directory(args) / "args.json"):
@@ -115,7 +113,7 @@ def parse_args(args_type: type[Args], script: str, argv: list[str] | None = None
     # Where the run lies now, not where it lay when it was started: run directories may be moved.
     first.runs_dir, first.run_name = str(Path(resume).resolve().parent), Path(resume).resolve().name
     # Once more: what the command line leaves out is as it was.
-    args = tyro.cli(args_type, default=first, **words)
+    args = parse(default=first)
     args.resume = resume
     if run_directory(args).resolve() == Path(resume).resolve():  # the same folder in other words
         args.runs_dir = first.runs_dir
