@@ -15,6 +15,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium.vector import VectorEnv
+from tqdm import tqdm
 
 from leanrl.support.atari import PROTOCOLS, AtariProtocol, atari_games, make_atari_envs
 from leanrl.support.cli import read_args_json
@@ -75,13 +76,7 @@ def load_policy(run_dir: Path, saved: dict, envs: VectorEnv) -> Policy:
 
 
 def play(
-    run_dir: Path,
-    episodes: int,
-    seed: int = 0,
-    video: Path | None = None,
-    progress=iter,
-    sticky: bool = False,
-    file: str = "model.pt",
+    run_dir: Path, episodes: int, seed: int = 0, video: Path | None = None, sticky: bool = False, file: str = "model.pt"
 ) -> list[float]:
     """Plays ``episodes`` whole episodes with the saved policy; the same arguments give the same returns.
 
@@ -90,7 +85,6 @@ def play(
         episodes: how many.
         seed: of the evaluation environment.
         video: where to write the first episode as mp4, in the time of its environment; None for no video.
-        progress: wraps the range of episodes, e.g. tqdm.
         sticky: whether the actions stick; for Atari games.
         file: the model's, in ``run_dir``.
 
@@ -109,7 +103,8 @@ def play(
     returns = []
     with closing(envs):
         policy = load_policy(run_dir, saved, envs)
-        for episode in progress(range(episodes)):
+        # disable=None: only on a terminal.
+        for episode in tqdm(range(episodes), run_dir.resolve().name, unit="episode", leave=False, disable=None):
             if episode == 0:
                 obs, _ = envs.reset()
             else:

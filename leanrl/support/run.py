@@ -81,14 +81,14 @@ def machine_facts(device: torch.device) -> dict:
 
 
 def evaluate_model(
-    run_dir: Path, episodes: int, seed: int = 0, video: Path | None = None, progress=iter, sticky: bool = False
+    run_dir: Path, episodes: int, seed: int = 0, video: Path | None = None, sticky: bool = False
 ) -> dict:
     """Plays the saved model of a run, writes ``RUN_DIR/evaluation.json`` and returns its content.
 
     Args:
-        run_dir, episodes, seed, video, progress, sticky: as ``play`` takes them.
+        run_dir, episodes, seed, video, sticky: as ``play`` takes them.
     """
-    returns = play(run_dir, episodes, seed, video, progress, sticky)
+    returns = play(run_dir, episodes, seed, video, sticky)
     run = read_args_json(run_dir)
     evaluation = {
         "script": run["script"],
@@ -235,7 +235,7 @@ class Run:
             name = "runs_dir" if self.args.resume is None else "resume"
             raise bad(name, self.dir, f"cannot be written ({error.strerror})") from None
         resumed_at = self.global_step if self.args.resume is not None else None
-        self._tracker = Tracker(self.dir, arguments, self.args, resumed_at)
+        self._tracker = Tracker(self.dir, self.args, resumed_at)
         self._stop.__enter__()
         if self.args.amp == "bf16" and self.device.type == "cpu" and not has_bf16_units():
             print("warning: --amp bf16: this processor has no bf16 units, float32 is faster on it", file=sys.stderr)

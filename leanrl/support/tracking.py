@@ -32,12 +32,11 @@ class Tracker:
 
     Args:
         run_dir: the run directory, which exists.
-        config: the arguments, shown by W&B and as text in TensorBoard.
-        args: ``track``, ``wandb_project_name`` and ``wandb_entity`` are read.
+        args: of the run, which W&B shows; ``track``, ``wandb_project_name`` and ``wandb_entity`` are read.
         resumed_at: environment steps of the checkpoint that this run continues, or None.
     """
 
-    def __init__(self, run_dir: Path, config: dict, args, resumed_at: int | None) -> None:
+    def __init__(self, run_dir: Path, args, resumed_at: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter  # 0.3 s that --help need not wait for
 
         if resumed_at is not None:
@@ -45,10 +44,7 @@ class Tracker:
         self._file = open(run_dir / METRICS_FILE, "a", buffering=1)
         purge_step = None if resumed_at is None else resumed_at + 1
         self._tensorboard = SummaryWriter(str(run_dir), purge_step=purge_step)
-        if resumed_at is None:
-            table = "\n".join(f"|{key}|{value}|" for key, value in config.items())
-            self._tensorboard.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}")
-        self._wandb = _start_wandb(run_dir, config, args, resumed_at is not None) if args.track else None
+        self._wandb = _start_wandb(run_dir, args, resumed_at is not None) if args.track else None
 
     def log(self, global_step: int, metrics: dict[str, float]) -> None:
         """Writes one log point; a NaN or infinity becomes null in ``metrics.jsonl``, which stays valid JSON."""
@@ -66,7 +62,7 @@ class Tracker:
             self._wandb.finish()
 
 
-def _start_wandb(run_dir: Path, config: dict, args, resumed: bool):
+def _start_wandb(run_dir: Path, args, resumed: bool):
     import wandb
 
     # Without a key wandb.init would ask for one on the terminal; an offline run is synchronised later by `wandb sync`.
@@ -78,6 +74,6 @@ def _start_wandb(run_dir: Path, config: dict, args, resumed: bool):
         id=run_dir.name,
         resume="allow" if mode == "online" and resumed else None,
         dir=str(run_dir),
-        config=config,
+        config=vars(args),
         mode=mode,
     )
