@@ -215,31 +215,17 @@ def drawing_backend(env_id: str, backend: EnvBackend) -> EnvBackend:
 
 @contextmanager
 def film(env: VectorEnv, path: Path):
-    """Gives a function ``show(step, done)`` that films the state of ``env`` after each step of one episode.
+    """Gives a function ``show(step, done)`` that films the state of ``env`` after each step of one episode, to an mp4.
 
     Plays at the environment's own speed, which EnvPool knows of Atari only (else: a step a frame, MAX_VIDEO_FPS a
     second); of more than MAX_VIDEO_FPS frames a second every n-th is kept, and the last.
     """
-    fps = env.metadata.get("render_fps") or MAX_VIDEO_FPS
-    every = math.ceil(fps / MAX_VIDEO_FPS)
-    with mp4_writer(path, fps / every) as add_frame:
-        yield lambda step, done: add_frame(env.render()) if done or step % every == 0 else None
-
-
-@contextmanager
-def mp4_writer(path: Path, fps: float):
-    """Gives a function that appends one frame [H, W, 3] to the mp4 at ``path``, which appears once it is whole.
-
-    Frame by frame, because those of 1,000 steps together take 700 MB. Those of odd size are stretched by a pixel: H.264
-    halves its colour channels.
-    """
     import imageio.v2 as imageio
 
+    fps = env.metadata.get("render_fps") or MAX_VIDEO_FPS
+    every = math.ceil(fps / MAX_VIDEO_FPS)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp.mp4")
-    try:
-        with imageio.get_writer(temporary, fps=fps, macro_block_size=2, quality=8) as writer:
-            yield writer.append_data
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    # Frames of odd size are stretched by a pixel: H.264 halves its colour channels.
+    with imageio.get_writer(path, fps=fps / every, macro_block_size=2, quality=8) as writer:
+        # One by one, because the frames of 1,000 steps take 700 MB together.
+        yield lambda step, done: writer.append_data(env.render()) if done or step % every == 0 else None
