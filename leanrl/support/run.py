@@ -8,13 +8,13 @@ import math
 import os
 import platform
 import random
-import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from copy import deepcopy
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -63,15 +63,11 @@ def machine_facts(device: torch.device) -> dict:
     commit = ""
     with suppress(OSError):  # no git here
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    versions = dict.fromkeys(VERSIONED_PACKAGES)
-    for package in versions:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    # The imported module knows its local build ("2.13.0+cpu"), the metadata may not.
-    versions["torch"] = torch.__version__
+    installed = {name: importlib.metadata.version(name) for name in VERSIONED_PACKAGES if find_spec(name)}
     return {
         "git_commit": commit or os.environ.get("GIT_COMMIT") or None,
-        "versions": {"python": platform.python_version(), **versions},
+        # The imported module knows its local build ("2.13.0+cpu"), the metadata may not.
+        "versions": {"python": platform.python_version(), **installed, "torch": torch.__version__},
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "cpu_cores": available_cores(),
         "torch_threads": torch.get_num_threads(),
@@ -190,8 +186,7 @@ class Run:
         else:
             self.resumed = None
             if args.run_name is None:
-                env_name = args.env_id.replace("/", "__")
-                args.run_name = f"{env_name}__{self.script}__{args.seed}__{int(time.time())}"
+                args.run_name = f"{args.env_id.replace('/', '__')}__{self.script}__{args.seed}__{int(time.time())}"
             self.dir = run_directory(args)
             try:
                 self.dir.mkdir(parents=True, exist_ok=True)
@@ -239,13 +234,12 @@ class Run:
         self._stop.__enter__()
         if self.args.amp == "bf16" and self.device.type == "cpu" and not has_bf16_units():
             print("warning: --amp bf16: this processor has no bf16 units, float32 is faster on it", file=sys.stderr)
+        say(f"{self.script}: {self.args.env_id}, seed {self.args.seed}, {self.device}, in {self.dir}")
         # Without tqdm's own rate, which counts the warm-up (as its time left does, less and less).
         bar_format = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
         counts = {"total": self.total_steps, "initial": self.global_step, "unit_scale": True}
         # disable=None: only on a terminal.
         self._progress = tqdm(desc=self.script, bar_format=bar_format, disable=None, **counts)
-        if self._progress.disable:
-            say(f"{self.script}: {self.args.env_id}, seed {self.args.seed}, {self.device}, in {self.dir}")
         return self
 
     def __exit__(self, exception_type, exception, traceback) -> None:
@@ -414,9 +408,6 @@ class Run:
             video = self.dir / "videos" / "episode.mp4"
             play(self.dir, episodes=1, video=video)
             say(f"video: {video}")
-        if self.model is not None and not self._progress.disable:
-            self._progress.close()
-            print(self._what_next(), file=sys.stderr)
         return summary
 
     def evaluate(self, episodes: int) -> None:
@@ -425,13 +416,3 @@ class Run:
             returns = evaluate_model(self.dir, episodes)["returns"]
             self._tracker.log(self.global_step, {"evaluation/episodic_return": float(np.mean(returns))})
             say(f"evaluation: mean return {np.mean(returns):.1f} of {episodes} episodes")
-
-    def _what_next(self) -> str:
-        """The last line on a terminal: the run directory, and what can be done with it."""
-        run_dir = shlex.quote(str(self.dir))
-        has_model = (self.dir / "model.pt").exists()
-        words = [f"play: ./run.sh evaluate {run_dir}" if has_model else "to play it, train with --save-model"]
-        if self.global_step < self.total_steps and self.stop_requested:
-            more_time = " --max-seconds None" if self.seconds_left <= 0 else ""
-            words.append(f"go on: ./run.sh {self.script} --resume {run_dir}{more_time}")
-        return f"{self.dir}: {'; '.join(words)}"
