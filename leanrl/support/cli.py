@@ -54,16 +54,16 @@ class RunArgs:
 Args = TypeVar("Args", bound=RunArgs)
 
 
-def read_args_json(run_dir: Path) -> dict:
-    """The contents of ``args.json`` of a run directory; UsageError if ``run_dir`` is not one."""
+def read_args_json(run_dir: Path, flag: str = "") -> dict:
+    """The contents of ``args.json`` of a run directory; UsageError, about ``flag``, if ``run_dir`` is not one."""
     path = run_dir / "args.json"
     try:
         content = json.loads(path.read_text())
         _ = content["script"], content["args"]["env_id"]
     except OSError as error:
-        raise UsageError(f"{run_dir}: not a run directory ({path}: {error.strerror})") from None
+        raise UsageError(f"{flag}{run_dir}: not a run directory ({path}: {error.strerror})") from None
     except (ValueError, LookupError, TypeError):  # neither text nor JSON, or that of something else
-        raise UsageError(f"{path}: was not written by a training script") from None
+        raise UsageError(f"{flag}{path}: was not written by a training script") from None
     return content
 
 
@@ -102,10 +102,7 @@ def parse_args(args_type: type[Args], script: str, argv: list[str] | None = None
         if args.run_name is None or not restarted(run_directory(args) / "args.json"):
             return args
         resume = str(run_directory(args))
-    try:
-        stored = read_args_json(Path(resume))
-    except UsageError as error:
-        raise UsageError(f"--resume {error}") from None
+    stored = read_args_json(Path(resume), "--resume ")
     if stored["script"] != script:
         raise bad("resume", resume, f"is a run of {stored['script']}, this script is {script}")
     names = {f.name for f in dataclasses.fields(args_type)}

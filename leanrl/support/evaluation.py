@@ -103,11 +103,10 @@ def play(
     returns = []
     with closing(envs):
         policy = load_policy(run_dir, saved, envs)
+        obs, _ = envs.reset()
         # disable=None: only on a terminal.
         for episode in tqdm(range(episodes), run_dir.resolve().name, unit="episode", leave=False, disable=None):
-            if episode == 0:
-                obs, _ = envs.reset()
-            else:
+            if episode > 0:
                 # NEXT_STEP autoreset: the step after a done ignores its action and resets.
                 obs, *_ = envs.step(np.zeros(envs.action_space.shape, envs.action_space.dtype))
             with film(envs, video) if video is not None and episode == 0 else nullcontext() as show:

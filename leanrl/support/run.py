@@ -229,8 +229,7 @@ class Run:
         except OSError as error:
             name = "runs_dir" if self.args.resume is None else "resume"
             raise bad(name, self.dir, f"cannot be written ({error.strerror})") from None
-        resumed_at = self.global_step if self.args.resume is not None else None
-        self._tracker = Tracker(self.dir, self.args, resumed_at)
+        self._tracker = Tracker(self.dir, self.args, self.global_step)
         self._stop.__enter__()
         if self.args.amp == "bf16" and self.device.type == "cpu" and not has_bf16_units():
             print("warning: --amp bf16: this processor has no bf16 units, float32 is faster on it", file=sys.stderr)
