@@ -43,12 +43,12 @@ def load_model(run_dir: Path, file: str = "model.pt") -> dict:
         raise UsageError(f"{run_dir}: has no {file}; train with --save-model")
     try:
         model = torch.load(path, map_location="cpu", weights_only=True)["model"]
+        if "hidden" in (network := model.get("network", {})):  # earlier versions' name for the layer behind the torso
+            network["hiddens"] = [network.pop("hidden")]
     except Exception as error:  # torch.load raises nearly anything on damaged input
         raise UsageError(f"{path}: damaged or not a saved model ({type(error).__name__})") from None
-    # Earlier versions named the one layer behind the torso ``hidden``, and had scripts that are --one-graph now.
-    if "hidden" in (network := model.get("network", {})):
-        network["hiddens"] = [network.pop("hidden")]
-    return {"script": run["script"].replace("_onegraph", "_torchcompile"), "args": run["args"], "model": model}
+    # Earlier versions had scripts that are a mode now, --one-graph.
+    return {"script": str(run["script"]).replace("_onegraph", "_torchcompile"), "args": run["args"], "model": model}
 
 
 def training_script(run_dir: Path, saved: dict) -> ModuleType:
