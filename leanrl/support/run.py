@@ -102,12 +102,9 @@ def evaluate_model(
 
 def rng_state(device: torch.device) -> dict:
     """Every random generator's state, in types that a ``weights_only`` checkpoint can hold."""
-    name, keys, position, has_gauss, cached = np.random.get_state()
-    state = {
-        "python": random.getstate(),
-        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
-        "torch": torch.get_rng_state(),
-    }
+    numpy = np.random.get_state(legacy=False)
+    numpy["state"]["key"] = numpy["state"]["key"].tolist()
+    state = {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     return state
@@ -116,8 +113,7 @@ def rng_state(device: torch.device) -> dict:
 def set_rng_state(state: dict, device: torch.device) -> None:
     """Restores what ``rng_state`` returned; a CUDA state is left out when the run moved to another device."""
     random.setstate(state["python"])
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
