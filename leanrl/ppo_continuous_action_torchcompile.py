@@ -311,7 +311,7 @@ def make_acting(
 
     def observe(raw_obs: torch.Tensor) -> None:
         obs_moments.update(raw_obs)
-        rollout.obs.index_copy_(0, row, obs_moments.normalize(raw_obs).unsqueeze(0))
+        rollout.obs.index_copy_(0, row, obs_moments(raw_obs).unsqueeze(0))
 
     @torch.no_grad()
     def act() -> torch.Tensor:
@@ -402,7 +402,7 @@ def main(args: Args) -> None:
     optimizer = Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
     rollout = Rollout.allocate(args.num_steps, args.num_envs, obs_dim, action_dim, device)
     noise = torch.zeros_like(rollout.actions)
-    obs_moments = RunningMoments.start((obs_dim,), device)
+    obs_moments = RunningMoments((obs_dim,)).to(device)
     normalize_rewards = RewardNormalizer(args.num_envs, args.gamma, device)
     bounds = envs.single_action_space.low, envs.single_action_space.high
     as_sums = args.compile and device.type == "cpu" and args.num_envs == 1

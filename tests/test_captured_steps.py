@@ -95,7 +95,7 @@ def pqn():
 
 def ppo():
     side, _, update = on_policy("ppo_continuous_action")
-    moments, bound = RunningMoments.start(side.rollout.obs.shape[2:], META), np.ones(NUM_ACTIONS, np.float32)
+    moments, bound = RunningMoments(side.rollout.obs.shape[2:]).to(META), np.ones(NUM_ACTIONS, np.float32)
     noise, row = torch.zeros_like(side.rollout.actions), torch.zeros(1, dtype=torch.int64, device=META)
     obs, bounds = side.rollout.obs[0].double(), (-bound, bound)
     *_, policy_step = side.module.make_acting(side.network, moments, side.rollout, noise, row, *bounds, as_sums=False)

@@ -5,7 +5,6 @@ import importlib
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -27,7 +26,6 @@ from scripts import (
     files_in,
     run,
     run_tiny,
-    run_until,
     start_process,
     summary,
     tiny,
@@ -181,7 +179,7 @@ def test_compile_without_a_compiler_on_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.delenv("CC", raising=False)
-    (tmp_path / "clang").touch(mode=0o755)
+    (tmp_path / "gcc").touch(mode=0o755)
     args = SimpleNamespace(device="cuda", compile=True)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert resolve_device(args) == torch.device("cuda", 0)
@@ -294,8 +292,8 @@ def test_the_speed_of_an_on_policy_reference_is_that_after_its_first_iteration(s
 
 
 SUMMARY_KEYS = [
-    *("script", "env_id", "seed", "device", "compile", "cudagraphs", "one_graph", "num_envs", "global_step"),
-    *("optimizer_steps", "episodes", "episodic_return", "sps", "wall_seconds", "warmup_seconds", "interrupted"),
+    *("script", "env_id", "seed", "num_envs", "compile", "cudagraphs", "one_graph", "device", "global_step"),
+    *("optimizer_steps", "episodes", "episodic_return", "wall_seconds", "warmup_seconds", "sps", "interrupted"),
 ]
 
 
@@ -331,27 +329,9 @@ def test_default_run_name(script, tmp_path):
 
 
 @pytest.mark.parametrize("script", KINDS[:1])
-def test_a_terminal_is_told_what_next(script, tmp_path, monkeypatch, capsys):
-    """And the command that goes on does."""
-    ended, begun, stopped = (tmp_path / name for name in ("a run", "begun", "stopped"))
-
-    def told(start, *words) -> str:
-        with monkeypatch.context() as patch:
-            patch.setattr(sys.stderr, "isatty", lambda: True)
-            assert start(script, *words) == 0
-        return capsys.readouterr().err.splitlines()[-1]
-
-    flags = [*tiny(script), "--runs-dir", tmp_path]
-    last = told(run, *flags, "--run-name=a run", "--total-timesteps=128", "--save-model")
-    assert last == f"{ended}: play: ./run.sh evaluate '{ended}'"
-    last = told(run_until, 128, *flags, "--run-name=stopped", "--total-timesteps=640")
-    assert last.endswith(f"; go on: ./run.sh {script} --resume {stopped}")
-
-    last = told(run, *flags, "--run-name=begun", "--total-timesteps=100000000", "--max-seconds=0.5")
-    go_on = f"./run.sh {script} --resume {begun} --max-seconds None"
-    assert last == f"{begun}: to play it, train with --save-model; go on: {go_on}"
-    end = summary(begun)["global_step"] + 128
-    assert run(script, *shlex.split(go_on)[2:], f"--total-timesteps={end}") == 0
-    assert summary(begun)["global_step"] == end
-    out, err = capsys.readouterr()  # which are no terminal
-    assert "./run.sh" not in out + err
+def test_a_terminal_sees_where_the_run_is_and_a_bar(script, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    run_tiny(script, tmp_path, "--total-timesteps=128")
+    out, err = capsys.readouterr()
+    assert out == f"{script}: {tiny_env(script)}, seed 1, cpu, in {tmp_path / 'run'}\n"
+    assert f"{script} 100%|" in err and " sps]" in err

@@ -226,13 +226,13 @@ def test_dict_observations_become_one_vector_in_the_order_of_their_keys(register
         assert ((d >= -9) & (d <= -8)).all() and ((z >= 4) & (z <= 5)).all()
 
 
-NOT_NUMBERS = [gym.spaces.Text(3), gym.spaces.Graph(BOX, None), gym.spaces.Sequence(BOX)]
+NO_VECTORS = [gym.spaces.Graph(BOX, None), gym.spaces.Sequence(BOX)]
 
 
-@pytest.mark.parametrize("space", NOT_NUMBERS, ids=lambda space: type(space).__name__)
-def test_dict_observations_of_more_than_numbers_are_refused(register, space):
+@pytest.mark.parametrize("space", NO_VECTORS, ids=lambda space: type(space).__name__)
+def test_dict_observations_of_varying_size_are_refused(register, space):
     env_id = register(gym.spaces.Dict({"a": BOX, "b": gym.spaces.Tuple([BOX, space])}), BOX)
-    with pytest.raises(UsageError, match=rf"^--env-id {env_id}: has a {type(space).__name__} among its observations"):
+    with pytest.raises(UsageError, match=rf"^--env-id {env_id}: has observations of .*{type(space).__name__}.* no vec"):
         make_envs(env_id, 1, seed=1)
 
 
@@ -275,7 +275,7 @@ def test_dm_controls_episodes_are_truncated_and_their_resets_give_no_reward():
     assert (np.abs(obs[1000] - obs[1001]).max(1) > 0.1).all()
 
 
-UNSUITABLE = [((BOX, UNBOUNDED), "unbounded actions"), ((BOX, HUGE), "unbounded actions"), ((IMAGE, BOX), "vector")]
+UNSUITABLE = [((BOX, UNBOUNDED), "bounded vectors"), ((BOX, HUGE), "bounded vectors"), ((IMAGE, BOX), "a vector")]
 
 
 @pytest.mark.parametrize("spaces, reason", UNSUITABLE)

@@ -25,12 +25,11 @@ def upload(monkeypatch, tmp_path, *flags) -> int:
 
 def test_a_model_is_uploaded(monkeypatch, capsys, tmp_path, api):
     assert upload(monkeypatch, tmp_path, "--hf-entity=us") == 0
-    repo, files = api.create_commit.call_args.args
+    asked = api.upload_folder.call_args.kwargs
+    repo = asked["repo_id"]
     assert repo == "us/CartPole-v1-cleanba_ppo-seed1" and repo in capsys.readouterr().out.splitlines()[-1]
-    content = {file.path_in_repo: file.path_or_fileobj for file in files}
-    assert set(content) == {"model.pt", "args.json", "summary.json", "metrics.jsonl", "README.md"}
-    assert content["model.pt"] == str(tmp_path / "run" / "model.pt") and (tmp_path / "run" / "model.pt").exists()
-    assert "512 environment steps" in content["README.md"].decode()
+    assert set(asked["allow_patterns"]) == {"model.pt", "args.json", "summary.json", "metrics.jsonl"}
+    assert all((asked["folder_path"] / name).exists() for name in asked["allow_patterns"])
 
 
 def test_a_refused_upload_keeps_the_model(monkeypatch, capsys, tmp_path, api):

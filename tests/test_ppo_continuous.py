@@ -27,7 +27,7 @@ def test_acting_equals_wrappers_and_reference_network(mode: str, num_envs: int) 
     args, device = mode_args(SCRIPT, mode, num_envs=num_envs)
     plain = make_side(reference, torch.optim.Adam, args, torch.device("cpu")).network
     quick = make_side(fast, Adam, args, device)
-    rollout, moments = quick.rollout, RunningMoments.start((OBS_DIM,), device)
+    rollout, moments = quick.rollout, RunningMoments((OBS_DIM,)).to(device)
     low, high = np.array([-3.0, -0.4, -1.0], np.float32), np.array([3.0, 0.4, 1.0], np.float32)
     as_sums = mode == "compile" and num_envs == 1
     noise, row = torch.randn_like(rollout.actions), torch.zeros(1, dtype=torch.int64, device=device)
@@ -66,7 +66,7 @@ def test_moments_are_float64_from_the_start_and_after_a_resume() -> None:
         return raw, envs, [obs_normalizer.obs_rms, reward_normalizer.return_rms]
 
     raw, envs, moments = wrapped()
-    ours = RunningMoments.start((3,), torch.device("cpu"))
+    ours = RunningMoments((3,))
     actions = np.random.default_rng(0).uniform(-2, 2, (60, NUM_ENVS, 1)).astype(np.float32)
     envs.reset()
     ours.update(torch.from_numpy(raw._obs.astype(np.float64)))

@@ -40,7 +40,7 @@ from leanrl.support.atari import PROTOCOLS
 from leanrl.support.checkpoints import save_checkpoint
 from leanrl.support.cli import parse_args
 from leanrl.support.errors import UsageError
-from leanrl.support.evaluation import atari_protocol, in_todays_layout, play
+from leanrl.support.evaluation import atari_protocol, load_model, play
 from leanrl.support.executables import WARMUP_CALLS, make_executable, untouched
 from leanrl.support.optim import Adam, RMSprop
 from leanrl.support.run import Run
@@ -153,8 +153,10 @@ def test_a_trained_agent_is_evaluated(monkeypatch, tmp_path):
     assert logged == {"global_step": 40960, "evaluation/episodic_return": np.mean(returns)}
 
 
-def test_models_with_one_hidden_layer_still_load():
-    network = in_todays_layout({"network": {"torso": "impala", "channels": [4], "hidden": 32}})["network"]
+def test_models_with_one_hidden_layer_still_load(tmp_path):
+    (tmp_path / "args.json").write_text(json.dumps({"script": "cleanba_ppo", "args": {"env_id": "Breakout-v5"}}))
+    torch.save({"model": {"network": {"torso": "impala", "channels": [4], "hidden": 32}}}, tmp_path / "model.pt")
+    network = load_model(tmp_path)["model"]["network"]
     assert network == {"torso": "impala", "channels": [4], "hiddens": [32]}
     assert network.keys() == set(cleanba_ppo.NETWORK_FLAGS)
 

@@ -9,13 +9,15 @@ import torch
 from gymnasium.envs.mujoco.hopper_v5 import HopperEnv
 
 from leanrl.support.envs import SerialVectorEnv, env_seeds, make_env
-from leanrl.support.simulators import FAMILIES
+from leanrl.support.simulators import CLASSIC_CONTROL, MUJOCO
 
 NUM_STEPS = 400
+FAMILIES = MUJOCO, CLASSIC_CONTROL
 ENV_IDS = [
     env_id
     for env_id, spec in gym.registry.items()
-    if str(spec.entry_point).rpartition(".")[0] in FAMILIES and env_id != "Pusher-v4"  # which refuses MuJoCo 3
+    if str(spec.entry_point).rpartition(".")[0] in (MUJOCO, CLASSIC_CONTROL)
+    and env_id != "Pusher-v4"  # which refuses MuJoCo 3
 ]
 
 

@@ -22,7 +22,7 @@ PATCHED = [row for row in ROWS if row.changes and not hasattr(row.changes[0], "i
 @pytest.mark.parametrize("row", PATCHED, ids=lambda row: f"{row.group} {row.name}")
 def test_both_sides_learn_the_same(row, tmp_path, monkeypatch):
     """Uncompiled."""
-    monkeypatch.setattr(executables, "CompiledStep", lambda fn, device, cpp_wrapper=True, **options: fn)
+    monkeypatch.setattr(executables, "CompiledStep", lambda fn, device, **options: fn)
     monkeypatch.setattr(torch, "compile", lambda fn, **options: fn)
     backend = ["--env-backend=envpool"] if "envpool" in row.flags else []
     num_threads, products = torch.get_num_threads(), torch.backends.mkldnn.matmul.fp32_precision

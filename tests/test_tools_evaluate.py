@@ -1,7 +1,6 @@
 """tools/evaluate and support/evaluation: a saved model plays as its policy does, a bad one is told in one line."""
 
 import importlib
-import itertools
 import json
 import math
 import shutil
@@ -45,14 +44,13 @@ def run_dir(trained, tmp_path):
 
 def write_run(run_dir: Path, script: str, model: dict, **args) -> Path:
     """Makes ``run_dir`` that of a run of ``script`` which saved ``model``."""
-    facts = {"script": script, "args": args}
     run_dir.mkdir(exist_ok=True)
-    (run_dir / "args.json").write_text(json.dumps(facts))
-    torch.save({**facts, "model": model}, run_dir / "model.pt")
+    (run_dir / "args.json").write_text(json.dumps({"script": script, "args": args}))
+    torch.save({"model": model}, run_dir / "model.pt")
     return run_dir
 
 
-def untrained(run_dir: Path, env_id: str) -> Path:
+def untrained(run_dir: Path, env_id: str, **args) -> Path:
     """A run directory with a random policy for ``env_id``."""
     torch.manual_seed(0)
     with gym.make(env_id) as env:
@@ -61,7 +59,7 @@ def untrained(run_dir: Path, env_id: str) -> Path:
         "agent": Agent(obs_dim, action_dim).state_dict(),
         "obs_rms": {"mean": torch.zeros(obs_dim), "var": torch.ones(obs_dim)},
     }
-    return write_run(run_dir, "ppo_continuous_action", model, env_id=env_id)
+    return write_run(run_dir, "ppo_continuous_action", model, env_id=env_id, **args)
 
 
 def returns_of(run_dir: Path) -> list[float]:
@@ -255,14 +253,9 @@ def test_many_runs_one_without_a_model(run_dir, tmp_path, monkeypatch, capsys):
 # ------------------------------------------------------------------------------------------------------------- ERRORS
 
 
-def save(run_dir: Path, **changes) -> None:
-    """Changes the saved model's content."""
-    torch.save({**torch.load(run_dir / "model.pt", weights_only=True), **changes}, run_dir / "model.pt")
-
-
 def test_what_is_no_run_directory(tmp_path, refusal):
     for path in (tmp_path / "nowhere", tmp_path):
-        assert "not a run directory (it has no args.json)" in refusal(evaluate, path)
+        assert "args.json: No such file or directory" in refusal(evaluate, path)
     (tmp_path / "args.json").write_text("{}")
     assert "args.json" in refusal(evaluate, tmp_path)
     assert "args.json" in refusal(evaluate, tmp_path / "args.json")
@@ -279,10 +272,6 @@ def test_a_damaged_model(tmp_path, content, refusal):
 def test_a_model_of_another_environment(tmp_path, refusal):
     run_dir, other = (untrained(tmp_path / env_id, env_id) for env_id in ("Hopper-v5", "Reacher-v5"))
     shutil.copy(other / "model.pt", run_dir)
-    made_by = "was made by ppo_continuous_action on Reacher-v5, but the run is ppo_continuous_action on Hopper-v5"
-    assert made_by in refusal(evaluate, run_dir)
-    # Even where it claims to be the run's own.
-    save(run_dir, args={"env_id": "Hopper-v5"})
     assert "does not fit ppo_continuous_action" in refusal(evaluate, run_dir)
 
 
@@ -294,8 +283,8 @@ def test_a_file_cannot_choose_what_is_imported(tmp_path, monkeypatch, script, re
 
 
 @pytest.mark.parametrize("algorithm", ["sac", "td3"])
-def test_models_of_scripts_that_are_a_mode_now(algorithm, tmp_path):
-    """SAC's reference had a layer for each head of the actor."""
+def test_models_of_scripts_that_are_a_mode_now(algorithm, tmp_path, refusal):
+    """And what had other layers is refused: SAC's reference had one for each head of the actor."""
     script = f"{algorithm}_continuous_action"
     with gym.make("Hopper-v5") as env:
         sizes = env.observation_space.shape[0], env.action_space.low, env.action_space.high
@@ -305,52 +294,11 @@ def test_models_of_scripts_that_are_a_mode_now(algorithm, tmp_path):
     def played(script: str) -> list[float]:
         return evaluation.play(write_run(tmp_path / "run", script, {"actor": actor}, env_id="Hopper-v5"), episodes=2)
 
-    expected = played(script)
-    if algorithm == "sac":
-        for name in ("weight", "bias"):
-            actor[f"fc_mean.{name}"], actor[f"fc_logstd.{name}"] = actor.pop(f"fc_heads.{name}").chunk(2)
-    assert played(f"{script}_onegraph") == expected
-
-
-def packed(agent: dict) -> dict:
-    """Parameters as the fast PPO on Atari had them before, written out number by number."""
-    old = {name: tensor for name, tensor in agent.items() if not name.startswith("network")}
-    for layer, name in ((0, "conv1"), (2, "conv2"), (4, "conv3"), (6, "linear")):
-        old[f"{name}.weight"], old[f"{name}.bias"] = (agent[f"network.{layer}.{kind}"] for kind in ("weight", "bias"))
-    old["conv1.weight"] = torch.zeros(32, 2, 2, 64)
-    for channel, y, x in itertools.product(range(4), range(8), range(8)):
-        place = channel * 16 + y % 4 * 4 + x % 4
-        old["conv1.weight"][:, y // 4, x // 4, place] = agent["network.0.weight"][:, channel, y, x]
-    for name in ("conv2", "conv3"):
-        old[f"{name}.weight"] = old[f"{name}.weight"].permute(0, 2, 3, 1).contiguous()
-    return old
-
-
-def images_by_channel(agent: dict) -> dict:
-    """Parameters as the reference had them before: the linear layer's columns a channel after the other."""
-    old = {name.replace("network.6", "network.7"): tensor for name, tensor in agent.items()}
-    old["network.7.weight"] = torch.zeros(512, 64 * 49)
-    for channel, pixel in itertools.product(range(64), range(49)):
-        old["network.7.weight"][:, channel * 49 + pixel] = agent["network.6.weight"][:, pixel * 64 + channel]
-    return old
-
-
-def test_models_of_earlier_atari_scripts(tmp_path, refusal):
-    """Parameters were in other layouts, the fast variant's also where they had one graph."""
-    torch.manual_seed(0)
-    agent = importlib.import_module("leanrl.ppo_atari_envpool").Agent(4).state_dict()
-
-    def run_of(variant: str, agent: dict) -> Path:
-        return write_run(tmp_path / "run", f"ppo_atari_envpool{variant}", {"agent": agent}, env_id="Breakout-v5")
-
-    old = {"": images_by_channel(agent), "_torchcompile": packed(agent), "_onegraph": packed(agent)}
-    for variant, theirs in old.items():
-        run_dir = run_of(variant, theirs)
-        loaded = evaluation.in_todays_layout(evaluation.load_model(run_dir)["model"])["agent"]
-        assert loaded.keys() == agent.keys() and all(torch.equal(loaded[name], agent[name]) for name in agent)
-    assert len(evaluation.play(run_dir, episodes=1)) == 1
-    run_dir = run_of("_onegraph", {**packed(agent), "linear.weight": torch.zeros(3)})
-    assert "does not fit ppo_atari_envpool_torchcompile" in refusal(evaluate, run_dir)
+    assert played(f"{script}_onegraph") == played(script)
+    for name in ("weight", "bias"):
+        actor[f"fc_mean.{name}"] = actor.pop(f"fc_{'heads' if algorithm == 'sac' else 'mu'}.{name}")
+    run_dir = write_run(tmp_path / "run", script, {"actor": actor}, env_id="Hopper-v5")
+    assert f"model.pt: does not fit {script} (" in refusal(evaluate, run_dir)
 
 
 @pytest.mark.parametrize("flags", [["--episodes=0"], ["--episodes=-3"], ["--seed=-1"]])
@@ -443,8 +391,7 @@ def test_mujoco_tasks_of_envpool_can_be_filmed_as_gymnasiums(env_id):
 
 
 def test_hopper_on_envpool_plays_there_and_is_filmed_in_gymnasium(opengl, tmp_path, monkeypatch):
-    run_dir = untrained(tmp_path / "run", "Hopper-v5")
-    save(run_dir, args={"env_id": "Hopper-v5", "env_backend": "envpool"})
+    run_dir = untrained(tmp_path / "run", "Hopper-v5", env_backend="envpool")
     (score,) = evaluation.play(run_dir, 1)
     (filmed,), _ = play_by_hand(run_dir, "Hopper-v5", seed=0, episodes=1)
     assert run_tool_in_process(monkeypatch, evaluate, run_dir, "--episodes", 1, "--capture-video") == 0
@@ -466,21 +413,14 @@ def test_what_envpool_cannot_draw_is_refused_before_training(tmp_path, capsys, e
 
 
 def test_frames_of_odd_size(tmp_path):
-    path = tmp_path / "videos" / "odd.mp4"
-    with evaluation.mp4_writer(path, fps=30) as add_frame:
-        for shade in range(0, 200, 20):
-            add_frame(np.full((61, 47, 3), shade, np.uint8))
-        assert not path.exists()
-    frames = np.stack(imageio.mimread(path))
+    shades = iter(range(0, 200, 20))
+    env = SimpleNamespace(metadata={}, render=lambda: np.full((61, 47, 3), next(shades), np.uint8))
+    with evaluation.film(env, tmp_path / "videos" / "odd.mp4") as show:
+        for step in range(10):
+            show(step, done=False)
+    frames = np.stack(imageio.mimread(tmp_path / "videos" / "odd.mp4"))
     assert frames.shape == (10, 62, 48, 3)
     np.testing.assert_allclose(frames.mean((1, 2, 3)), range(0, 200, 20), atol=3)
-
-
-def test_a_torn_video_leaves_no_file(tmp_path):
-    with pytest.raises(KeyboardInterrupt), evaluation.mp4_writer(tmp_path / "torn.mp4", fps=30) as add_frame:
-        add_frame(np.zeros((32, 32, 3), np.uint8))
-        raise KeyboardInterrupt
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_opengl_the_remedy_is_told(tmp_path, monkeypatch, refusal):

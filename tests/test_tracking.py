@@ -56,7 +56,7 @@ def test_tensorboard_shows_the_same(finished_run):
 
 
 def test_what_json_cannot_hold_becomes_null(tmp_path):
-    tracker = Tracker(tmp_path, {}, UNTRACKED, resumed_at=None)
+    tracker = Tracker(tmp_path, UNTRACKED, global_step=0)
     tracker.log(1, {"a": float("nan"), "b": float("inf"), "c": -float("inf"), "d": 0.5})
     tracker.close()
 
@@ -68,7 +68,7 @@ def test_what_json_cannot_hold_becomes_null(tmp_path):
 
 
 def test_resuming_cuts_what_came_after_the_checkpoint(tmp_path):
-    tracker = Tracker(tmp_path, {}, UNTRACKED, resumed_at=None)
+    tracker = Tracker(tmp_path, UNTRACKED, global_step=0)
     for step in range(1, 6):
         tracker.log(step, {"x": step})
     tracker.close()
@@ -76,11 +76,11 @@ def test_resuming_cuts_what_came_after_the_checkpoint(tmp_path):
         file.write('{"global_step": 6, "x"')  # torn by a kill
     assert [row["global_step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
 
-    Tracker(tmp_path, {}, UNTRACKED, resumed_at=4).close()
+    Tracker(tmp_path, UNTRACKED, global_step=4).close()
     for steps in (tensorboard_scalars(tmp_path)["x"], (row["global_step"] for row in read_metrics(tmp_path))):
         assert [*steps] == [1, 2, 3, 4]
 
-    tracker = Tracker(tmp_path, {}, UNTRACKED, resumed_at=3)
+    tracker = Tracker(tmp_path, UNTRACKED, global_step=3)
     for step in range(4, 8):
         tracker.log(step, {"x": 10 * step})
     tracker.close()

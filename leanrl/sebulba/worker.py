@@ -213,7 +213,7 @@ class Worker:
             return self._stop.requested
         stop = run.stop_requested  # before the other: the time may be up between the two
         reached = target is not None and run.episodes >= 100 and run.episodic_return >= target
-        self._has_enough = reached or run.time_is_up
+        self._has_enough = reached or run.seconds_left <= 0
         return stop or self._has_enough
 
     def _stop_threads(self) -> None:

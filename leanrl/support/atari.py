@@ -98,7 +98,7 @@ def whole_games(rewards: np.ndarray, dones: np.ndarray, infos: dict) -> tuple[np
 
 def atari_games() -> list[str]:
     """The names of all games, as in ``Breakout-v5``; UsageError where EnvPool is missing."""
-    specs = require_envpool("EnvPool").registration.registry.specs
+    specs = require_envpool().registration.registry.specs
     return sorted(name for name, (module, *_) in specs.items() if module == "envpool.atari")
 
 

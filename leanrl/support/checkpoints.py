@@ -10,7 +10,7 @@ import torch
 
 from leanrl.support.errors import UsageError
 
-FORMAT = "leanrl-checkpoint-4"
+FORMAT = "leanrl-checkpoint-5"
 KEEP = 2
 
 
@@ -26,12 +26,6 @@ def open_atomically(path: Path):
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    # The rename itself is durable only once the directory is.
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 def save_atomically(obj, path: Path) -> None:
@@ -76,7 +70,7 @@ def load_checkpoint(path: Path, identity: dict) -> tuple[int, dict]:
     """Reads one checkpoint: ``(global_step, state)``, tensors on the CPU.
 
     Raises:
-        UsageError: the file is torn, empty, no checkpoint of ours, or of another script or environment.
+        UsageError: the file is torn, empty, no checkpoint, or of another format, script or environment.
     """
     try:
         with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums that torch.save wrote
@@ -84,18 +78,15 @@ def load_checkpoint(path: Path, identity: dict) -> tuple[int, dict]:
                 raise ValueError(f"checksum of {damaged} does not match")
         # Mapped: a replay is read as it is copied, and never in memory twice.
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        found = {key: content[key] for key in ("format", *identity)}
+        loaded = content["global_step"], content["state"]
     except Exception as error:  # torch.load raises nearly anything on damaged input
-        reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
         raise UsageError(f"{path}: damaged or not a checkpoint ({reason})") from None
-    version = content.get("format") if isinstance(content, dict) else None
-    if version != FORMAT and str(version).startswith("leanrl-checkpoint-"):
-        raise UsageError(f"{path}: was written by another version of LeanRL ({version}); resume the run with that one")
-    if version != FORMAT or not {"global_step", "state"} <= set(content):
-        raise UsageError(f"{path}: not a checkpoint of this project's format {FORMAT}")
-    for key, value in identity.items():
-        if content.get(key) != value:
-            raise UsageError(f"{path}: belongs to {key} {content.get(key)}, not {value}")
-    return content["global_step"], content["state"]
+    for key, expected in {"format": FORMAT, **identity}.items():
+        if found[key] != expected:
+            raise UsageError(f"{path}: belongs to {key} {found[key]}, not {expected}")
+    return loaded
 
 
 def load_last_checkpoint(folder: Path, identity: dict) -> tuple[int, dict] | None:

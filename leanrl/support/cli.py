@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -53,17 +54,16 @@ class RunArgs:
 Args = TypeVar("Args", bound=RunArgs)
 
 
-def read_args_json(run_dir: Path) -> dict:
-    """The contents of ``args.json`` of a run directory; UsageError if ``run_dir`` is not one."""
+def read_args_json(run_dir: Path, flag: str = "") -> dict:
+    """The contents of ``args.json`` of a run directory; UsageError, about ``flag``, if ``run_dir`` is not one."""
+    path = run_dir / "args.json"
     try:
-        content = json.loads((run_dir / "args.json").read_text())
-    except (FileNotFoundError, NotADirectoryError):
-        raise UsageError(f"{run_dir}: not a run directory (it has no args.json)") from None
-    except (OSError, ValueError) as error:  # ValueError: neither text nor JSON
-        raise UsageError(f"{run_dir}/args.json: cannot be read ({error})") from None
-    args = content.get("args") if isinstance(content, dict) else None
-    if not isinstance(args, dict) or "env_id" not in args or "script" not in content:
-        raise UsageError(f"{run_dir}/args.json: was not written by a training script")
+        content = json.loads(path.read_text())
+        _ = content["script"], content["args"]["env_id"]
+    except OSError as error:
+        raise UsageError(f"{flag}{run_dir}: not a run directory ({path}: {error.strerror})") from None
+    except (ValueError, LookupError, TypeError):  # neither text nor JSON, or that of something else
+        raise UsageError(f"{flag}{path}: was not written by a training script") from None
     return content
 
 
@@ -94,21 +94,15 @@ def parse_args(args_type: type[Args], script: str, argv: list[str] | None = None
     Raises:
         UsageError: ``--resume`` names no run, a run of another script, or a flag that may not change was changed.
     """
-    words = {
-        "args": argv,
-        "prog": f"python leanrl/{script}.py",
-        "description": sys.modules[args_type.__module__].__doc__,
-    }
-    args = tyro.cli(args_type, **words)
+    text = sys.modules[args_type.__module__].__doc__
+    parse = partial(tyro.cli, args_type, args=argv, prog=f"python leanrl/{script}.py", description=text)
+    args = parse()
     resume = args.resume
     if resume is None:
         if args.run_name is None or not restarted(run_directory(args) / "args.json"):
             return args
         resume = str(run_directory(args))
-    try:
-        stored = read_args_json(Path(resume))
-    except UsageError as error:
-        raise UsageError(f"--resume {error}") from None
+    stored = read_args_json(Path(resume), "--resume ")
     if stored["script"] != script:
         raise bad("resume", resume, f"is a run of {stored['script']}, this script is {script}")
     names = {f.name for f in dataclasses.fields(args_type)}
@@ -116,7 +110,7 @@ def parse_args(args_type: type[Args], script: str, argv: list[str] | None = None
     # Where the run lies now, not where it lay when it was started: run directories may be moved.
     first.runs_dir, first.run_name = str(Path(resume).resolve().parent), Path(resume).resolve().name
     # Once more: what the command line leaves out is as it was.
-    args = tyro.cli(args_type, default=first, **words)
+    args = parse(default=first)
     args.resume = resume
     if run_directory(args).resolve() == Path(resume).resolve():  # the same folder in other words
         args.runs_dir = first.runs_dir

@@ -5,7 +5,6 @@ import os
 import platform
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,12 +13,9 @@ import torch
 
 from leanrl.support.errors import UsageError, bad, flag
 
-# Language, environment variable and usual commands of the compiler that --compile calls: TorchInductor's own on a CPU;
+# Language, environment variable and usual command of the compiler that --compile calls: TorchInductor's own on a CPU;
 # on a GPU that of Triton, whose kernels C code launches.
-COMPILERS = {
-    "cpu": ("C++", "CXX", ["clang++" if sys.platform == "darwin" else "g++"]),
-    "cuda": ("C", "CC", ["gcc", "clang"]),
-}
+COMPILERS = {"cpu": ("C++", "CXX", "g++"), "cuda": ("C", "CC", "gcc")}
 CPUINFO = Path("/proc/cpuinfo")
 # Its words for units that multiply in bfloat16; the last one is ARM's.
 BF16_FEATURES = {"avx512_bf16", "amx_bf16", "bf16"}
@@ -40,15 +36,12 @@ def resolve_device(args) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", name):
         raise bad("device", name, "must be auto, cpu, cuda or cuda:N")
-    device = torch.device("cpu")
-    if name != "cpu":
-        index = int(name.partition(":")[2] or 0)
-        if not torch.cuda.is_available():
-            raise bad("device", name, "this machine has no CUDA device; try --device cpu")
-        if index >= torch.cuda.device_count():
-            raise bad("device", name, f"this machine has {torch.cuda.device_count()} CUDA device(s)")
-        device = torch.device("cuda", index)
-        if index > 0:  # graphs and pinned memory would go to the first one, which is not to be touched
+    device = torch.device(name)
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        if device.index >= torch.cuda.device_count():
+            raise bad("device", name, f"this machine has {torch.cuda.device_count()} CUDA devices; try --device cpu")
+        if device.index > 0:  # graphs and pinned memory would go to the first one, which is not to be touched
             torch.cuda.set_device(device)
     for mode in ("one_graph", "cudagraphs"):
         if getattr(args, mode, False) and device.type != "cuda":
@@ -56,7 +49,7 @@ def resolve_device(args) -> torch.device:
     if getattr(args, "one_graph", False):
         args.cudagraphs = True
     if getattr(args, "compile", False) and not has_compiler(device.type):
-        language, variable, (command, *_) = COMPILERS[device.type]
+        language, variable, command = COMPILERS[device.type]
         install = f"install {command} (Debian: apt install {command}) or set {variable}"
         raise UsageError(f"--compile on {device.type} needs a {language} compiler; {install}")
     return device
@@ -64,9 +57,8 @@ def resolve_device(args) -> torch.device:
 
 def has_compiler(device_type: str) -> bool:
     """Whether the compiler is there that ``--compile`` calls (COMPILERS)."""
-    _, variable, commands = COMPILERS[device_type]
-    chosen = os.environ.get(variable)
-    return any(map(shutil.which, [chosen] if chosen else commands))
+    _, variable, command = COMPILERS[device_type]
+    return shutil.which(os.environ.get(variable) or command) is not None
 
 
 def has_bf16_units() -> bool:

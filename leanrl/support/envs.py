@@ -222,25 +222,14 @@ def near_names(name: str, known) -> str:
     return f"; did you mean {', '.join(lower[m] for m in matches)}?" if matches else ""
 
 
-# Gymnasium flattens Text too, to the numbers of its letters.
-FLATTENED = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiBinary, gym.spaces.MultiDiscrete)
-
-
-def _parts(space: gym.Space) -> list[gym.Space]:
-    """The spaces that a Dict or Tuple is made of, at all levels."""
-    if isinstance(space, gym.spaces.Dict):
-        space = gym.spaces.Tuple(space.values())
-    return [part for inner in space for part in _parts(inner)] if isinstance(space, gym.spaces.Tuple) else [space]
-
-
 def make_env(env_id: str, **kwargs) -> gym.Env:
     """``gymnasium.make`` with ``Dict`` and ``Tuple`` observations flattened to vectors of numbers.
 
     The order is Gymnasium's: that of the sorted keys, at each level, unless an environment declares an OrderedDict. A
-    ``Discrete`` part becomes one-hot.
+    ``Discrete`` part becomes one-hot, a ``Text`` the numbers of its letters.
 
     Raises:
-        UsageError: unknown environment, a missing package, or parts of an observation that are not numbers.
+        UsageError: unknown environment, a missing package, or parts of an observation whose size varies.
     """
     try:
         with warnings.catch_warnings(action="ignore"):  # that the version is old, once for each of the environments
@@ -251,31 +240,26 @@ def make_env(env_id: str, **kwargs) -> gym.Env:
             raise bad("env_id", env_id, f"is not a Gymnasium environment{hint}") from None
         remedy = f"; {pip_command('mujoco')}" if "MuJoCo is not" in str(error) else ""
         raise bad("env_id", env_id, f"cannot be made here ({error}){remedy}") from None
-    if isinstance(env.observation_space, gym.spaces.Dict | gym.spaces.Tuple):
-        for part in _parts(env.observation_space):
-            if not isinstance(part, FLATTENED):
-                kind = type(part).__name__
-                raise bad("env_id", env_id, f"has a {kind} among its observations; only numbers make a vector")
+    space = env.observation_space
+    if isinstance(space, gym.spaces.Dict | gym.spaces.Tuple):
+        if not space.is_np_flattenable:
+            raise bad("env_id", env_id, f"has observations of {space}, which make no vector")
         env = gym.wrappers.FlattenObservation(env)
     return env
 
 
-def require_envpool(what: str):
-    """The module ``envpool``; UsageError that ``what`` needs it where it is missing."""
+def require_envpool():
+    """The module ``envpool``; UsageError where it is missing."""
     try:
         import envpool
     except ImportError as error:
-        raise UsageError(f"{what}: the package is missing ({error}); {pip_command('envpool')}") from None
+        raise UsageError(f"EnvPool: the package is missing ({error}); {pip_command('envpool')}") from None
     return envpool
 
 
-def require_envpool_env(env_id: str, what: str) -> str:
-    """The part of EnvPool that has ``env_id``, such as ``envpool.atari``.
-
-    Raises:
-        UsageError: it has no such environment; or is missing, and ``what`` needs it.
-    """
-    known = require_envpool(what).registration.registry.specs
+def require_envpool_env(env_id: str) -> str:
+    """The part of EnvPool that has ``env_id``, such as ``envpool.atari``; UsageError where none does."""
+    known = require_envpool().registration.registry.specs
     if env_id not in known:
         raise bad("env_id", env_id, f"is not an EnvPool environment{near_names(env_id, known)}")
     return known[env_id][0]
@@ -306,7 +290,7 @@ def make_envs(
     seeds = env_seeds(seed, num_envs, first_index, start)
     if backend == "gymnasium":
         return SerialVectorEnv([make_env(env_id) for _ in range(num_envs)], seeds)
-    require_envpool_env(env_id, "--env-backend envpool")
+    require_envpool_env(env_id)
     return EnvPoolVectorEnv(env_id, seeds, num_threads)
 
 
@@ -327,46 +311,32 @@ def start_envs(envs: VectorEnv, episodes: EpisodeStatistics, saved: dict | None)
     return envs.load_state_dict(saved["simulators"]), np.array(saved["simulators"]["done"])
 
 
-def require_numbered_actions(envs: VectorEnv, env_id: str) -> None:
-    """UsageError unless actions are numbered from 0."""
-    action = envs.single_action_space
-    if not isinstance(action, gym.spaces.Discrete) or action.start != 0:
-        raise bad("env_id", env_id, f"has {type(action).__name__} actions; this script needs Discrete ones, from 0 on")
-
-
 def require_discrete_actions(envs: VectorEnv, env_id: str) -> None:
     """UsageError unless actions are numbered from 0 and observations are vectors of numbers."""
-    require_numbered_actions(envs, env_id)
-    require_vector_observations(envs, env_id)
-
-
-def require_bounded_actions(envs: VectorEnv, env_id: str) -> None:
-    """UsageError unless actions are vectors of real numbers within bounds."""
-    action = envs.single_action_space
-    if not isinstance(action, gym.spaces.Box):
-        raise bad("env_id", env_id, f"has {type(action).__name__} actions; this script needs continuous (Box) ones")
-    if len(action.shape) != 1:
-        raise bad("env_id", env_id, f"has actions of shape {action.shape}; this script needs vectors")
-    if not (np.abs([action.low, action.high]) < np.finfo(np.float32).max).all():
-        raise bad("env_id", env_id, "has unbounded actions; this script needs finite bounds")
+    _require_spaces(envs, env_id, gym.spaces.Discrete)
 
 
 def require_continuous_actions(envs: VectorEnv, env_id: str) -> None:
     """UsageError unless actions and observations are vectors of real numbers, the actions bounded."""
-    require_bounded_actions(envs, env_id)
-    require_vector_observations(envs, env_id)
+    _require_spaces(envs, env_id, gym.spaces.Box)
 
 
 def require_learnable(envs: VectorEnv, env_id: str) -> None:
     """UsageError unless observations are arrays of numbers, and actions numbered from 0 or bounded vectors of them."""
-    is_continuous = isinstance(envs.single_action_space, gym.spaces.Box)
-    (require_bounded_actions if is_continuous else require_numbered_actions)(envs, env_id)
-    if not isinstance(obs := envs.single_observation_space, gym.spaces.Box):
-        raise bad("env_id", env_id, f"has observations of {obs}; this script needs an array of numbers")
+    _require_spaces(envs, env_id, gym.spaces.Discrete, gym.spaces.Box, obs_kind="array")
 
 
-def require_vector_observations(envs: VectorEnv, env_id: str) -> None:
-    """UsageError unless an observation is a vector of numbers."""
-    obs = envs.single_observation_space
-    if not isinstance(obs, gym.spaces.Box) or len(obs.shape) != 1:
-        raise bad("env_id", env_id, f"has observations of {obs}; this script needs a vector of numbers")
+def _require_spaces(envs: VectorEnv, env_id: str, *action_types: type[gym.Space], obs_kind: str = "vector") -> None:
+    action, obs = envs.single_action_space, envs.single_observation_space
+    if not isinstance(action, action_types):
+        needed = " or ".join(kind.__name__ for kind in action_types)
+        raise bad("env_id", env_id, f"has {type(action).__name__} actions; this script needs {needed} ones")
+    if isinstance(action, gym.spaces.Discrete):
+        is_usable = action.start == 0
+    else:
+        # EnvPool writes the largest number where there is no bound.
+        is_usable = len(action.shape) == 1 and (np.abs([action.low, action.high]) < np.finfo(np.float32).max).all()
+    if not is_usable:
+        raise bad("env_id", env_id, f"has actions of {action}; this script needs numbers from 0 on or bounded vectors")
+    if not isinstance(obs, gym.spaces.Box) or (obs_kind == "vector" and len(obs.shape) != 1):
+        raise bad("env_id", env_id, f"has observations of {obs}; this script needs a {obs_kind} of numbers")

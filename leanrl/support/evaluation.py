@@ -15,6 +15,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium.vector import VectorEnv
+from tqdm import tqdm
 
 from leanrl.support.atari import PROTOCOLS, AtariProtocol, atari_games, make_atari_envs
 from leanrl.support.cli import read_args_json
@@ -31,26 +32,23 @@ Policy = Callable[[np.ndarray], np.ndarray]
 
 
 def load_model(run_dir: Path, file: str = "model.pt") -> dict:
-    """The contents of ``model.pt``, or of a snapshot: script (by today's name), args, model.
+    """The script (by today's name) and args of a run, and the model in its ``model.pt`` or in a snapshot.
 
     Raises:
-        UsageError: not a run directory, trained without ``--save-model``, a damaged file, or the model of another run.
+        UsageError: not a run directory, trained without ``--save-model``, or a damaged file.
     """
     run = read_args_json(run_dir)
-    of_run = (run["script"], run["args"]["env_id"])
     path = run_dir / file
     if not path.exists():
         raise UsageError(f"{run_dir}: has no {file}; train with --save-model")
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-        saved = {key: content[key] for key in ("script", "args", "model")}
-        made_by = (saved["script"], saved["args"]["env_id"])
+        model = torch.load(path, map_location="cpu", weights_only=True)["model"]
+        if "hidden" in (network := model.get("network", {})):  # earlier versions' name for the layer behind the torso
+            network["hiddens"] = [network.pop("hidden")]
     except Exception as error:  # torch.load raises nearly anything on damaged input
         raise UsageError(f"{path}: damaged or not a saved model ({type(error).__name__})") from None
-    if made_by != of_run:
-        raise UsageError("{}: was made by {} on {}, but the run is {} on {}".format(path, *made_by, *of_run))
     # Earlier versions had scripts that are a mode now, --one-graph.
-    return saved | {"script": str(saved["script"]).replace("_onegraph", "_torchcompile")}
+    return {"script": str(run["script"]).replace("_onegraph", "_torchcompile"), "args": run["args"], "model": model}
 
 
 def training_script(run_dir: Path, saved: dict) -> ModuleType:
@@ -71,47 +69,14 @@ def load_policy(run_dir: Path, saved: dict, envs: VectorEnv) -> Policy:
     """
     script = training_script(run_dir, saved)
     try:
-        return script.load_policy(in_todays_layout(saved["model"]), envs)
+        return script.load_policy(saved["model"], envs)
     except Exception as error:  # missing tensors, other shapes: whatever the script makes of a foreign file
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise UsageError(f"{run_dir}/model.pt: does not fit {saved['script']} ({reason[0]})") from None
 
 
-def in_todays_layout(model: dict) -> dict:
-    """A saved model, its parameters as the scripts keep them today.
-
-    Earlier, SAC's reference had a layer for each head of the actor. PPO's on Atari had the columns of the linear layer
-    in the order [C, H, W]; its fast variant had kernels [out, H, W, in], the first layer's of 2 x 2 blocks of 4 x 4
-    pixels each. The distributed scripts named the one layer behind the torso ``hidden``.
-    """
-    actor, agent, network = (model.get(name, {}) for name in ("actor", "agent", "network"))
-    if "hidden" in network:
-        network["hiddens"] = [network.pop("hidden")]
-    if "fc_logstd.weight" in actor:
-        for name in ("weight", "bias"):
-            actor[f"fc_heads.{name}"] = torch.cat([actor.pop(f"{head}.{name}") for head in ("fc_mean", "fc_logstd")])
-    if "network.7.weight" in agent:
-        columns = agent.pop("network.7.weight").view(512, 64, 7, 7)
-        agent["network.6.weight"] = columns.movedim(1, -1).flatten(1)
-        agent["network.6.bias"] = agent.pop("network.7.bias")
-    if "conv1.weight" in agent:
-        blocks = agent["conv1.weight"].view(32, 2, 2, 4, 4, 4)
-        agent["conv1.weight"] = blocks.permute(0, 1, 4, 2, 5, 3).reshape(32, 8, 8, 4)
-        for i, name in ((0, "conv1"), (2, "conv2"), (4, "conv3")):
-            agent[f"network.{i}.weight"] = agent.pop(f"{name}.weight").permute(0, 3, 1, 2)
-            agent[f"network.{i}.bias"] = agent.pop(f"{name}.bias")
-        agent["network.6.weight"], agent["network.6.bias"] = agent.pop("linear.weight"), agent.pop("linear.bias")
-    return model
-
-
 def play(
-    run_dir: Path,
-    episodes: int,
-    seed: int = 0,
-    video: Path | None = None,
-    progress=iter,
-    sticky: bool = False,
-    file: str = "model.pt",
+    run_dir: Path, episodes: int, seed: int = 0, video: Path | None = None, sticky: bool = False, file: str = "model.pt"
 ) -> list[float]:
     """Plays ``episodes`` whole episodes with the saved policy; the same arguments give the same returns.
 
@@ -120,7 +85,6 @@ def play(
         episodes: how many.
         seed: of the evaluation environment.
         video: where to write the first episode as mp4, in the time of its environment; None for no video.
-        progress: wraps the range of episodes, e.g. tqdm.
         sticky: whether the actions stick; for Atari games.
         file: the model's, in ``run_dir``.
 
@@ -139,10 +103,10 @@ def play(
     returns = []
     with closing(envs):
         policy = load_policy(run_dir, saved, envs)
-        for episode in progress(range(episodes)):
-            if episode == 0:
-                obs, _ = envs.reset()
-            else:
+        obs, _ = envs.reset()
+        # disable=None: only on a terminal.
+        for episode in tqdm(range(episodes), run_dir.resolve().name, unit="episode", leave=False, disable=None):
+            if episode > 0:
                 # NEXT_STEP autoreset: the step after a done ignores its action and resets.
                 obs, *_ = envs.step(np.zeros(envs.action_space.shape, envs.action_space.dtype))
             with film(envs, video) if video is not None and episode == 0 else nullcontext() as show:
@@ -178,7 +142,7 @@ def make_evaluation_envs(args: dict, seed: int, rendering: bool, protocol: Atari
         return make_atari_envs(env_id, 1, seed, protocol, **at, **options)
     seeds = env_seeds(seed, 1, EVALUATION_INDEX)
     if backend == "envpool":
-        require_envpool_env(env_id, f"EnvPool's {env_id}")
+        require_envpool_env(env_id)
         return EnvPoolVectorEnv(env_id, seeds, 1, **options)
     return SerialVectorEnv([make_env(env_id, **options)], seeds)
 
@@ -240,9 +204,7 @@ def drawing_backend(env_id: str, backend: EnvBackend) -> EnvBackend:
     Raises:
         UsageError: EnvPool has no such environment, or it is a MuJoCo task that Gymnasium has not.
     """
-    if backend == "gymnasium":
-        return backend
-    if not require_envpool_env(env_id, f"EnvPool's {env_id}").startswith("envpool.mujoco"):
+    if backend == "gymnasium" or not require_envpool_env(env_id).startswith("envpool.mujoco"):
         return backend
     # EnvPool 1.2 brings an OpenGL of its own; unless its MuJoCo finds that before the system's, it ends the process.
     if env_id not in gym.registry:
@@ -252,40 +214,17 @@ def drawing_backend(env_id: str, backend: EnvBackend) -> EnvBackend:
 
 @contextmanager
 def film(env: VectorEnv, path: Path):
-    """Gives a function ``show(step, done)`` that films the state of ``env`` after each step of one episode.
+    """Gives a function ``show(step, done)`` that films the state of ``env`` after each step of one episode, to an mp4.
 
     Plays at the environment's own speed, which EnvPool knows of Atari only (else: a step a frame, MAX_VIDEO_FPS a
     second); of more than MAX_VIDEO_FPS frames a second every n-th is kept, and the last.
     """
+    import imageio.v2 as imageio
+
     fps = env.metadata.get("render_fps") or MAX_VIDEO_FPS
     every = math.ceil(fps / MAX_VIDEO_FPS)
-    with mp4_writer(path, fps / every) as add_frame:
-        yield lambda step, done: add_frame(env.render()) if done or step % every == 0 else None
-
-
-@contextmanager
-def mp4_writer(path: Path, fps: float):
-    """Gives a function that appends one frame [H, W, 3] to the mp4 at ``path``, which appears once it is whole.
-
-    Frame by frame, because those of 1,000 steps together take 700 MB. Those of odd size are stretched by a pixel: H.264
-    halves its colour channels.
-    """
-    import imageio.v2 as imageio
-    from tqdm import tqdm
-
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp.mp4")
-    try:
-        with (
-            imageio.get_writer(temporary, fps=fps, macro_block_size=2, quality=8) as writer,
-            tqdm(desc=f"filming {path.name}", unit="frame", leave=False, disable=None) as bar,
-        ):
-
-            def add_frame(frame: np.ndarray) -> None:
-                writer.append_data(frame)
-                bar.update()
-
-            yield add_frame
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    # Frames of odd size are stretched by a pixel: H.264 halves its colour channels.
+    with imageio.get_writer(path, fps=fps / every, macro_block_size=2, quality=8) as writer:
+        # One by one, because the frames of 1,000 steps take 700 MB together.
+        yield lambda step, done: writer.append_data(env.render()) if done or step % every == 0 else None

@@ -1,7 +1,7 @@
 """Around ``torch.compile`` and ``CudaGraphModule``: compiled steps without call overhead, warm-up without a trace."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 
 import torch
@@ -41,17 +41,14 @@ class CompiledStep:
         fn: takes tensors of unchanging shapes and returns one tensor or None. It may change tensors in place, and must
             have no other side effect.
         device: where its tensors are.
-        cpp_wrapper: (CPU) call the kernels from C++ instead of Python, which pays where they are many.
-        options: (CPU) instead of those in CPU_OPTIONS.
+        options: (CPU) of ``compile_options``.
 
     Raises:
         torch._dynamo.exc.Unsupported: (first call) ``fn`` does not trace as one graph.
     """
 
-    def __init__(
-        self, fn: Callable[..., torch.Tensor | None], device: torch.device, cpp_wrapper: bool = True, **options
-    ) -> None:
-        self._options = compile_options(device, cpp_wrapper, **options)
+    def __init__(self, fn: Callable[..., torch.Tensor | None], device: torch.device, **options) -> None:
+        self._options = compile_options(device, **options)
         self._first_call = torch.compile(fn, backend=self._backend, fullgraph=True, dynamic=False)
         self._graph: Callable | None = None
 
@@ -94,7 +91,12 @@ class CompiledStep:
 
 
 def compile_options(device: torch.device, cpp_wrapper: bool = True, **changes) -> dict:
-    """TorchInductor's options for ``device``, those that this PyTorch knows."""
+    """TorchInductor's options for ``device``, those that this PyTorch knows.
+
+    Args:
+        cpp_wrapper: (CPU) call the kernels from C++ instead of Python, which pays where they are many.
+        changes: (CPU) instead of those in CPU_OPTIONS.
+    """
     if device.type != "cpu":
         return SAME_SAMPLES.copy()
     import torch._inductor
@@ -105,20 +107,14 @@ def compile_options(device: torch.device, cpp_wrapper: bool = True, **changes) -
 
 
 def make_executable(
-    fn: Callable[..., torch.Tensor | None],
-    device: torch.device,
-    compile: bool,
-    cudagraphs: bool,
-    cpp_wrapper: bool = True,
-    urgent: bool = False,
-    **options,
+    fn: Callable, device: torch.device, compile: bool, cudagraphs: bool, urgent: bool = False, **options
 ) -> Callable[..., torch.Tensor | None]:
     """``fn``, compiled (as ``CompiledStep``, with its arguments and demands) and captured as a script's flags say.
 
     ``urgent`` lets a captured graph's kernels go before those of other streams; the next call overwrites its result.
     """
     if compile:
-        fn = CompiledStep(fn, device, cpp_wrapper, **options)
+        fn = CompiledStep(fn, device, **options)
     if cudagraphs:
         if urgent:
             # A graph's kernels have the priority of the stream of its capture, whatever stream replays it. On a stream
@@ -164,27 +160,18 @@ class Captured:
         if self._graph is None:
             graph = torch.cuda.CUDAGraph()
             self._args = [arg.clone() for arg in args]
-            in_thread = torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local")
-            with no_garbage_collection(), in_thread:
-                self._result = self._fn(*self._args)
+            gc.collect()
+            gc.disable()  # a graph that is destroyed in a capture invalidates it
+            try:
+                with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                    self._result = self._fn(*self._args)
+            finally:
+                gc.enable()
             self._graph = graph
         for ours, arg in zip(self._args, args, strict=True):
             ours.copy_(arg, non_blocking=True)
         self._graph.replay()
         return self._result
-
-
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Collects Python's garbage on entry and none until exit: a graph that is destroyed in a capture invalidates it."""
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextmanager

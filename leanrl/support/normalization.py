@@ -4,28 +4,28 @@ The wrappers cost more than a MuJoCo simulator. Tested equal to them in tests/te
 learners there are SummedMoments.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn as nn
 
 from leanrl.support.scan import linear_recurrence
 
 
-@dataclass
-class RunningMoments:
-    """Mean, variance and count of a stream, in float64, changed in place (Gymnasium's RunningMeanStd)."""
+class RunningMoments(nn.Module):
+    """Mean, variance and count of a stream, in float64, changed in place (Gymnasium's RunningMeanStd).
 
-    mean: torch.Tensor
-    var: torch.Tensor
-    count: torch.Tensor
+    As a module it normalises.
 
-    @classmethod
-    def start(cls, shape: tuple[int, ...], device: torch.device) -> "RunningMoments":
-        """Moments of nothing yet, for elements of ``shape``."""
-        options = {"dtype": torch.float64, "device": device}
-        # The count has shape [1] for the reason given in Adam.
-        return cls(torch.zeros(shape, **options), torch.ones(shape, **options), torch.full((1,), 1e-4, **options))
+    Args:
+        shape: of an element of the stream.
+        count: what nothing yet counts as.
+    """
+
+    def __init__(self, shape: tuple[int, ...], count: float = 1e-4) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
+        self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
+        # Of shape [1] for the reason given in Adam.
+        self.register_buffer("count", torch.full((1,), count, dtype=torch.float64))
 
     def update(self, batch: torch.Tensor) -> None:
         """Merges ``batch`` [N, ...] of real numbers, best float64 (Chan et al.'s parallel variance)."""
@@ -36,17 +36,9 @@ class RunningMoments:
         self.var.copy_(squares / total)
         self.count.copy_(total)
 
-    def normalize(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` [..., shape] less the mean, over the deviation, clipped to [-10, 10], in float32."""
         return ((x - self.mean) / torch.sqrt(self.var + 1e-8)).float().clamp(-10, 10)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The tensors themselves, as ``nn.Module.state_dict`` gives them."""
-        return {"mean": self.mean, "var": self.var, "count": self.count}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        for name, tensor in state.items():
-            getattr(self, name).copy_(tensor)
 
 
 class RewardNormalizer:
@@ -62,7 +54,7 @@ class RewardNormalizer:
 
     def __init__(self, num_envs: int, gamma: float, device: torch.device) -> None:
         self.gamma = gamma
-        self.moments = RunningMoments.start((), device)
+        self.moments = RunningMoments(()).to(device)
         self.discounted = torch.zeros(num_envs, dtype=torch.float64, device=device)
 
     def __call__(self, rewards: torch.Tensor, terminations: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -93,17 +85,14 @@ class RewardNormalizer:
         return (rewards / torch.sqrt(variances + 1e-8).unsqueeze(1)).float().clamp(-10, 10)
 
 
-class SummedMoments(nn.Module):
-    """Mean, variance and count of a stream of vectors [size], in float64, for batches that lie in several places.
+class SummedMoments(RunningMoments):
+    """RunningMoments of vectors [size], for batches that lie in several places.
 
-    Each place says what its part sums up to (``sums``), and ``add`` takes the total. As a module it normalises.
+    Each place says what its part sums up to (``sums``), and ``add`` takes the total.
     """
 
     def __init__(self, size: int) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
-        self.register_buffer("var", torch.ones(size, dtype=torch.float64))
-        self.register_buffer("count", torch.zeros(1, dtype=torch.float64))
+        super().__init__((size,), count=0.0)
 
     def sums(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Of a part ``x`` [..., size] with ``weights`` [...] of 0 or 1: their number, and sums of deviations from the
@@ -120,7 +109,3 @@ class SummedMoments(nn.Module):
         self.var.copy_((self.var * self.count + squares) / total - shift**2)
         self.mean.add_(shift)
         self.count.copy_(total)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` [..., size] less the mean, over the deviation, clipped to [-10, 10], in float32."""
-        return ((x - self.mean) / torch.sqrt(self.var + 1e-8)).float().clamp(-10, 10)

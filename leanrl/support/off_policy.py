@@ -46,17 +46,13 @@ class OffPolicyState:
 
     def state_dict(self) -> dict:
         """Everything, to be saved before training goes on; the replay is None with ``--no-checkpoint-replay``."""
-        parts = {
-            name: part.detach().clone() if isinstance(part, torch.Tensor) else part.state_dict()
-            for name, part in self._parts.items()
-        }
+        parts = {name: _content(part) for name, part in self._parts.items()}
         replay = self._replay.state_dict() if self._args.checkpoint_replay else None
         return {**parts, "replay": replay, "envs": save_envs(self._envs, self._episodes)}
 
     def tensors(self) -> list:
         """All that a step of training changes, at the addresses where it is: tensors and state dicts."""
-        parts = [part if isinstance(part, torch.Tensor) else part.state_dict() for part in self._parts.values()]
-        return [*parts, *self._replay.tensors()]
+        return [*map(_content, self._parts.values()), *self._replay.tensors()]
 
     def resume(self, run: Run) -> UpdateSchedule:
         """Restores in place what the run's checkpoint holds, if it is resumed; returns when updates fall due.
@@ -82,6 +78,10 @@ class OffPolicyState:
         return UpdateSchedule(args.num_envs, learning_starts, args.updates_per_step)
 
 
+def _content(part) -> torch.Tensor | dict:
+    return part.detach() if isinstance(part, torch.Tensor) else part.state_dict()
+
+
 def named_losses(run: Run, losses: NamedTuple) -> dict[str, float]:
     """A script's ``Losses`` for a log point; none before the first update, which computes them.
 
@@ -91,6 +91,6 @@ def named_losses(run: Run, losses: NamedTuple) -> dict[str, float]:
         return {}
     named = {}
     for name, values in losses._asdict().items():
-        names = [name] if len(values) == 1 else [name.replace("qf", f"qf{i + 1}") for i in range(len(values))]
-        named |= {f"losses/{name}": value for name, value in zip(names, values.tolist(), strict=True)}
+        for i, value in enumerate(values.tolist(), start=1):
+            named["losses/" + (name if len(values) == 1 else name.replace("qf", f"qf{i}"))] = value
     return named

@@ -68,10 +68,8 @@ class OneGraph:
         return self._actions_cpu
 
     def _take_buffer(self, timestep_cpu: torch.Tensor) -> None:
-        if self._timestep_cpu is not None:
-            raise ValueError("OneGraph reads one buffer: timestep_cpu must be the tensor of the first call")
-        if not timestep_cpu.is_pinned():
-            raise ValueError("OneGraph copies without waiting: timestep_cpu must be in pinned memory")
+        if self._timestep_cpu is not None or not timestep_cpu.is_pinned():
+            raise ValueError("OneGraph reads one buffer: timestep_cpu must be pinned, and the tensor of the first call")
         self._timestep_cpu = timestep_cpu
         self._timestep = timestep_cpu.to(self._device)
 

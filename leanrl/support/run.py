@@ -8,14 +8,13 @@ import math
 import os
 import platform
 import random
-import shlex
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from copy import deepcopy
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +29,11 @@ from leanrl.support.evaluation import play
 from leanrl.support.signals import StopRequest
 from leanrl.support.tracking import Tracker
 
+# Attributes of Run: what checkpoints hold, and what summary.json does beside these flags.
+COUNTERS = "optimizer_steps", "episodes", "last_returns", "new_returns", "new_lengths", "sps_before"
+COUNTERS += "wall_seconds", "training_seconds"
+SUMMARY_FLAGS = "env_id", "seed", "num_envs", "compile", "cudagraphs", "one_graph"
+SUMMARY_RESULTS = "global_step", "optimizer_steps", "episodes", "episodic_return", "wall_seconds", "warmup_seconds"
 VERSIONED_PACKAGES = ("torch", "tensordict", "numpy", "gymnasium", "envpool", "mujoco")
 
 
@@ -59,15 +63,11 @@ def machine_facts(device: torch.device) -> dict:
     commit = ""
     with suppress(OSError):  # no git here
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    versions = dict.fromkeys(VERSIONED_PACKAGES)
-    for package in versions:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    # The imported module knows its local build ("2.13.0+cpu"), the metadata may not.
-    versions["torch"] = torch.__version__
+    installed = {name: importlib.metadata.version(name) for name in VERSIONED_PACKAGES if find_spec(name)}
     return {
         "git_commit": commit or os.environ.get("GIT_COMMIT") or None,
-        "versions": {"python": platform.python_version(), **versions},
+        # The imported module knows its local build ("2.13.0+cpu"), the metadata may not.
+        "versions": {"python": platform.python_version(), **installed, "torch": torch.__version__},
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "cpu_cores": available_cores(),
         "torch_threads": torch.get_num_threads(),
@@ -77,14 +77,14 @@ def machine_facts(device: torch.device) -> dict:
 
 
 def evaluate_model(
-    run_dir: Path, episodes: int, seed: int = 0, video: Path | None = None, progress=iter, sticky: bool = False
+    run_dir: Path, episodes: int, seed: int = 0, video: Path | None = None, sticky: bool = False
 ) -> dict:
     """Plays the saved model of a run, writes ``RUN_DIR/evaluation.json`` and returns its content.
 
     Args:
-        run_dir, episodes, seed, video, progress, sticky: as ``play`` takes them.
+        run_dir, episodes, seed, video, sticky: as ``play`` takes them.
     """
-    returns = play(run_dir, episodes, seed, video, progress, sticky)
+    returns = play(run_dir, episodes, seed, video, sticky)
     run = read_args_json(run_dir)
     evaluation = {
         "script": run["script"],
@@ -102,12 +102,9 @@ def evaluate_model(
 
 def rng_state(device: torch.device) -> dict:
     """Every random generator's state, in types that a ``weights_only`` checkpoint can hold."""
-    name, keys, position, has_gauss, cached = np.random.get_state()
-    state = {
-        "python": random.getstate(),
-        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
-        "torch": torch.get_rng_state(),
-    }
+    numpy = np.random.get_state(legacy=False)
+    numpy["state"]["key"] = numpy["state"]["key"].tolist()
+    state = {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     return state
@@ -115,10 +112,8 @@ def rng_state(device: torch.device) -> dict:
 
 def set_rng_state(state: dict, device: torch.device) -> None:
     """Restores what ``rng_state`` returned; a CUDA state is left out when the run moved to another device."""
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
@@ -166,14 +161,14 @@ class Run:
         self.optimizer_steps = 0
         self.episodes = 0
         self.warmup_seconds = 0.0
-        self._returns: deque[float] = deque(maxlen=100)
-        self._new_returns: list[float] = []
-        self._new_lengths: list[int] = []
+        self.last_returns: list[float] = []
+        self.new_returns: list[float] = []
+        self.new_lengths: list[int] = []
         self._identity = {"script": self.script, "env_id": args.env_id}
         self._started = time.perf_counter()
         self._earlier_training_seconds = 0.0
         self._clock_start: tuple[float, int] | None = None
-        self._sps_before = 0.0
+        self.sps_before = 0.0
         self._stop = StopRequest()
         self._snapshots_due = 0
         self.model: Callable[[], dict] | None = None
@@ -187,8 +182,7 @@ class Run:
         else:
             self.resumed = None
             if args.run_name is None:
-                env_name = args.env_id.replace("/", "__")
-                args.run_name = f"{env_name}__{self.script}__{args.seed}__{int(time.time())}"
+                args.run_name = f"{args.env_id.replace('/', '__')}__{self.script}__{args.seed}__{int(time.time())}"
             self.dir = run_directory(args)
             try:
                 self.dir.mkdir(parents=True, exist_ok=True)
@@ -208,15 +202,9 @@ class Run:
             return None
         self.global_step, content = loaded
         counters = content["run"]
-        self.optimizer_steps = counters["optimizer_steps"]
-        self.episodes = counters["episodes"]
-        self._started -= counters["wall_seconds"]
-        self._earlier_training_seconds = counters["training_seconds"]
-        self._returns.extend(counters["last_returns"])
-        self._new_returns, self._new_lengths = counters["new_returns"], counters["new_lengths"]
-        former_summary = self.dir / "summary.json"
-        if former_summary.exists():  # a finished run is as fast as it was, where nothing is left to do
-            self._sps_before = json.loads(former_summary.read_text()).get("sps", 0.0)
+        self._started -= counters.pop("wall_seconds")
+        self._earlier_training_seconds = counters.pop("training_seconds")
+        vars(self).update(counters)
         self._rng = deepcopy(content["rng"])  # not a part of the file, which stays mapped as long as one is used
         return content["script"]
 
@@ -237,18 +225,16 @@ class Run:
         except OSError as error:
             name = "runs_dir" if self.args.resume is None else "resume"
             raise bad(name, self.dir, f"cannot be written ({error.strerror})") from None
-        resumed_at = self.global_step if self.args.resume is not None else None
-        self._tracker = Tracker(self.dir, arguments, self.args, resumed_at)
+        self._tracker = Tracker(self.dir, self.args, self.global_step)
         self._stop.__enter__()
         if self.args.amp == "bf16" and self.device.type == "cpu" and not has_bf16_units():
             print("warning: --amp bf16: this processor has no bf16 units, float32 is faster on it", file=sys.stderr)
+        say(f"{self.script}: {self.args.env_id}, seed {self.args.seed}, {self.device}, in {self.dir}")
         # Without tqdm's own rate, which counts the warm-up (as its time left does, less and less).
         bar_format = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
         counts = {"total": self.total_steps, "initial": self.global_step, "unit_scale": True}
         # disable=None: only on a terminal.
         self._progress = tqdm(desc=self.script, bar_format=bar_format, disable=None, **counts)
-        if self._progress.disable:
-            say(f"{self.script}: {self.args.env_id}, seed {self.args.seed}, {self.device}, in {self.dir}")
         return self
 
     def __exit__(self, exception_type, exception, traceback) -> None:
@@ -284,7 +270,7 @@ class Run:
         gc.freeze()
         synchronize(self.device)
         if self._clock_start is not None:
-            self._sps_before = self.sps()
+            self.sps_before = self.sps()
             self.warmup_seconds += time.perf_counter() - self._clock_start[0]
         self._clock_start = (time.perf_counter(), self.global_step)
 
@@ -296,7 +282,7 @@ class Run:
         synchronize(self.device)
         start, first_step = self._clock_start
         if self.global_step == first_step:
-            return self._sps_before
+            return self.sps_before
         return (self.global_step - first_step) / max(time.perf_counter() - start, 1e-9)
 
     @property
@@ -315,24 +301,19 @@ class Run:
         return self._earlier_training_seconds + time.perf_counter() - self._clock_start[0]
 
     @property
-    def _seconds_left(self) -> float:
-        """Of ``--max-seconds``; infinite without."""
+    def seconds_left(self) -> float:
+        """Of ``--max-seconds`` of training, infinite without; the device is not synchronised."""
         return math.inf if self.args.max_seconds is None else self.args.max_seconds - self.training_seconds
-
-    @property
-    def time_is_up(self) -> bool:
-        """Whether ``--max-seconds`` of training have passed; the device is not synchronised."""
-        return self._seconds_left <= 0
 
     @property
     def episodic_return(self) -> float | None:
         """Mean return of the last 100 training episodes, None before the first."""
-        return float(np.mean(self._returns)) if self._returns else None
+        return float(np.mean(self.last_returns)) if self.last_returns else None
 
     @property
     def stop_requested(self) -> bool:
         """Whether the run is to end after this update: a signal asked for it, or its time is up."""
-        return self._stop.requested or self.time_is_up
+        return self._stop.requested or self.seconds_left <= 0
 
     def request_stop(self) -> None:
         """As a signal does: a process beside this one was asked to stop."""
@@ -341,19 +322,20 @@ class Run:
     def record_episodes(self, returns, lengths) -> None:
         """Counts finished episodes: undiscounted returns of raw rewards, and lengths in environment steps."""
         self.episodes += len(returns)
-        self._returns.extend(float(r) for r in returns)
-        self._new_returns.extend(float(r) for r in returns)
-        self._new_lengths.extend(int(n) for n in lengths)
+        self.new_returns += map(float, returns)
+        self.new_lengths += map(int, lengths)
+        self.last_returns += map(float, returns)
+        del self.last_returns[:-100]
 
     def log(self, metrics: dict[str, float]) -> None:
         """Writes a log point at ``global_step``: ``metrics``, speed, and the episodes finished since the last one."""
         sps = self.sps()
         point = {"charts/SPS": sps, "charts/wall_seconds": self.wall_seconds}
-        if self._new_returns:
-            point["charts/episodic_return"] = float(np.mean(self._new_returns))
-            point["charts/episodic_length"] = float(np.mean(self._new_lengths))
+        if self.new_returns:
+            point["charts/episodic_return"] = float(np.mean(self.new_returns))
+            point["charts/episodic_length"] = float(np.mean(self.new_lengths))
             point["charts/episodes"] = self.episodes
-            self._new_returns, self._new_lengths = [], []
+            self.new_returns, self.new_lengths = [], []
         point.update({key: float(value) for key, value in metrics.items()})
         self._tracker.log(self.global_step, point)
         self._last_log = self.global_step
@@ -368,7 +350,7 @@ class Run:
         self._progress.set_postfix_str(f"return {recent}, {sps:,.0f} sps", refresh=False)
         self._progress.update(self.global_step - self._progress.n)
         if self._progress.disable:
-            left = max(0.0, min((self.total_steps - self.global_step) / max(sps, 1e-9), self._seconds_left))
+            left = max(0.0, min((self.total_steps - self.global_step) / max(sps, 1e-9), self.seconds_left))
             say(f"step {self.global_step:,}/{self.total_steps:,}  return {recent}  {sps:,.0f} sps  {left:,.0f} s left")
 
     def log_due(self) -> bool:
@@ -382,16 +364,8 @@ class Run:
 
     def checkpoint(self, state: dict) -> None:
         """Saves the script's ``state`` with the counters and every random generator."""
-        synchronize(self.device)
-        counters = {
-            "optimizer_steps": self.optimizer_steps,
-            "episodes": self.episodes,
-            "last_returns": list(self._returns),
-            "new_returns": self._new_returns,
-            "new_lengths": self._new_lengths,
-            "wall_seconds": self.wall_seconds,
-            "training_seconds": self.training_seconds,
-        }
+        self.sps_before = self.sps()
+        counters = {name: getattr(self, name) for name in COUNTERS}
         content = {"script": state, "run": counters, "rng": rng_state(self.device)}
         save_checkpoint(self.dir / "checkpoints", self.global_step, self._identity, content)
         self._last_checkpoint = self.global_step
@@ -401,11 +375,7 @@ class Run:
         path = self.dir / "snapshots" / f"step_{self.global_step:012d}.pt"
         if self.model is not None and not path.exists():
             path.parent.mkdir(exist_ok=True)
-            save_atomically({**self._playable(), "global_step": self.global_step, "time": time.time()}, path)
-
-    def _playable(self) -> dict:
-        """What ``play`` needs, for model.pt or a snapshot."""
-        return {"script": self.script, "args": dataclasses.asdict(self.args), "model": self.model()}
+            save_atomically({"model": self.model(), "global_step": self.global_step, "time": time.time()}, path)
 
     def finish(self, state: dict) -> dict:
         """Writes the last checkpoint and ``summary.json``, and what the flags ask for; returns the summary.
@@ -413,38 +383,26 @@ class Run:
         Args:
             state: of the script, as for ``checkpoint``.
         """
-        sps = self.sps()
         if self.args.snapshot_seconds is not None:
             self._save_snapshot()
         self.checkpoint(state)
         summary = {
             "script": self.script,
-            "env_id": self.args.env_id,
-            "seed": self.args.seed,
+            **{name: getattr(self.args, name, False) for name in SUMMARY_FLAGS},
             "device": str(self.device),
-            **{mode: getattr(self.args, mode, False) for mode in ("compile", "cudagraphs", "one_graph")},
-            "num_envs": self.args.num_envs,
-            "global_step": self.global_step,
-            "optimizer_steps": self.optimizer_steps,
-            "episodes": self.episodes,
-            "episodic_return": self.episodic_return,
-            "sps": sps,
-            "wall_seconds": self.wall_seconds,
-            "warmup_seconds": self.warmup_seconds,
+            **{name: getattr(self, name) for name in SUMMARY_RESULTS},
+            "sps": self.sps_before,
             "interrupted": self._stop.requested and self.global_step < self.total_steps,
         }
         write_json_atomically(self.dir / "summary.json", summary)
         if self.model is not None and (self.args.save_model or self.args.capture_video):
-            save_atomically(self._playable(), self.dir / "model.pt")
+            save_atomically({"model": self.model()}, self.dir / "model.pt")
         if self.model is not None and self.args.capture_video and not self._stop.requested:
             self._stop.__exit__()  # all is saved: a signal may end the filming
             say("filming one episode")
             video = self.dir / "videos" / "episode.mp4"
             play(self.dir, episodes=1, video=video)
             say(f"video: {video}")
-        if self.model is not None and not self._progress.disable:
-            self._progress.close()
-            print(self._what_next(), file=sys.stderr)
         return summary
 
     def evaluate(self, episodes: int) -> None:
@@ -453,13 +411,3 @@ class Run:
             returns = evaluate_model(self.dir, episodes)["returns"]
             self._tracker.log(self.global_step, {"evaluation/episodic_return": float(np.mean(returns))})
             say(f"evaluation: mean return {np.mean(returns):.1f} of {episodes} episodes")
-
-    def _what_next(self) -> str:
-        """The last line on a terminal: the run directory, and what can be done with it."""
-        run_dir = shlex.quote(str(self.dir))
-        has_model = (self.dir / "model.pt").exists()
-        words = [f"play: ./run.sh evaluate {run_dir}" if has_model else "to play it, train with --save-model"]
-        if self.global_step < self.total_steps and self.stop_requested:
-            more_time = " --max-seconds None" if self.time_is_up else ""
-            words.append(f"go on: ./run.sh {self.script} --resume {run_dir}{more_time}")
-        return f"{self.dir}: {'; '.join(words)}"

@@ -18,15 +18,12 @@ class StopRequest:
 
     def __init__(self, quiet: bool = False) -> None:
         self.requested = False
-        self._interrupted = False
         self._quiet = quiet
         self._former: dict[int, object] = {}
 
     def _handle(self, number: int, frame) -> None:
         if number == signal.SIGINT:
-            if self._interrupted:
-                raise KeyboardInterrupt
-            self._interrupted = True
+            signal.signal(number, signal.default_int_handler)  # for the next one
         self.requested = True
         if self._quiet:
             return

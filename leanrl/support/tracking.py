@@ -32,23 +32,17 @@ class Tracker:
 
     Args:
         run_dir: the run directory, which exists.
-        config: the arguments, shown by W&B and as text in TensorBoard.
-        args: ``track``, ``wandb_project_name`` and ``wandb_entity`` are read.
-        resumed_at: environment steps of the checkpoint that this run continues, or None.
+        args: of the run, which W&B shows; ``track``, ``wandb_project_name`` and ``wandb_entity`` are read.
+        global_step: environment steps at which the run starts, or goes on.
     """
 
-    def __init__(self, run_dir: Path, config: dict, args, resumed_at: int | None) -> None:
+    def __init__(self, run_dir: Path, args, global_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # 0.3 s that --help need not wait for
 
-        if resumed_at is not None:
-            cut_metrics(run_dir, resumed_at)
+        cut_metrics(run_dir, global_step)
         self._file = open(run_dir / METRICS_FILE, "a", buffering=1)
-        purge_step = None if resumed_at is None else resumed_at + 1
-        self._tensorboard = SummaryWriter(str(run_dir), purge_step=purge_step)
-        if resumed_at is None:
-            table = "\n".join(f"|{key}|{value}|" for key, value in config.items())
-            self._tensorboard.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}")
-        self._wandb = _start_wandb(run_dir, config, args, resumed_at is not None) if args.track else None
+        self._tensorboard = SummaryWriter(str(run_dir), purge_step=global_step + 1)
+        self._wandb = _start_wandb(run_dir, args) if args.track else None
 
     def log(self, global_step: int, metrics: dict[str, float]) -> None:
         """Writes one log point; a NaN or infinity becomes null in ``metrics.jsonl``, which stays valid JSON."""
@@ -66,7 +60,7 @@ class Tracker:
             self._wandb.finish()
 
 
-def _start_wandb(run_dir: Path, config: dict, args, resumed: bool):
+def _start_wandb(run_dir: Path, args):
     import wandb
 
     # Without a key wandb.init would ask for one on the terminal; an offline run is synchronised later by `wandb sync`.
@@ -76,8 +70,8 @@ def _start_wandb(run_dir: Path, config: dict, args, resumed: bool):
         entity=args.wandb_entity,
         name=run_dir.name,
         id=run_dir.name,
-        resume="allow" if mode == "online" and resumed else None,
+        resume="allow" if mode == "online" else None,
         dir=str(run_dir),
-        config=config,
+        config=vars(args),
         mode=mode,
     )

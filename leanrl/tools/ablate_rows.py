@@ -54,10 +54,9 @@ class Row(NamedTuple):
 # ------------------------------------------------------------------------------------------------- WITHOUT THE TRICKS
 
 
-def with_guards(fn, device: torch.device, cpp_wrapper: bool = True, **options):
+def with_guards(fn, device: torch.device, **options):
     """As CompiledStep compiles, but called by way of ``torch.compile``, which checks guards."""
-    options = executables.compile_options(device, cpp_wrapper, **options)
-    return torch.compile(fn, fullgraph=True, dynamic=False, options=options)
+    return torch.compile(fn, fullgraph=True, dynamic=False, options=executables.compile_options(device, **options))
 
 
 def sync_envs(env_id: str, num_envs: int, seed: int, *_, **__) -> gym.vector.VectorEnv:
@@ -99,7 +98,7 @@ WRAPPERS = (
     patch.object(ppo, "make_envs", wrapped_envs),
     patch.object(ppo, "require_continuous_actions", lambda *_: None),  # the wrappers clip what has no bounds
     patch.object(RunningMoments, "update", lambda self, batch: None),
-    patch.object(RunningMoments, "normalize", lambda self, x: x.float()),
+    patch.object(RunningMoments, "forward", lambda self, x: x.float()),
     patch.object(RewardNormalizer, "__call__", lambda self, rewards, *_: rewards),
 )
 ALL_CORES = (patch.object(torch, "set_num_threads", lambda number: None),)

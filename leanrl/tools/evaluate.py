@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 import tyro
-from tqdm import tqdm
 
 from leanrl.support.errors import UsageError, require_at_least
 from leanrl.support.run import evaluate_model
@@ -44,13 +43,8 @@ def evaluate(run_dir: Path, args: Args) -> dict:
     """Plays one model, writes ``RUN_DIR/evaluation.json`` and returns its content."""
     kind = f"evaluation{'_sticky' if args.sticky else ''}_seed{args.seed}"
     video = run_dir / "videos" / f"{kind}.mp4" if args.capture_video else None
-
-    def progress(episodes: range) -> tqdm:
-        # disable=None: only on a terminal.
-        return tqdm(episodes, desc=run_dir.resolve().name, unit="episode", leave=False, disable=None)
-
     try:
-        return evaluate_model(run_dir, args.episodes, args.seed, video, progress, args.sticky)
+        return evaluate_model(run_dir, args.episodes, args.seed, video, args.sticky)
     except OSError as error:
         raise UsageError(f"{run_dir}: cannot be written ({error})") from None
 
