@@ -385,12 +385,15 @@ def ppo_loss(agent: nn.Module, minibatch: Minibatch, args: Args) -> tuple[torch.
 
 
 class Batch(Minibatch):
-    """All steps of a shard's rollout with their targets, [T, n, ...] each, at addresses that never change."""
+    """All steps of a shard's rollout with their targets, [T, n, ...] each, always the same tensors.
+
+    Observations are [T + 1, n, ...]: the last ones are nobody's rows.
+    """
 
     @classmethod
     def of(cls, rollout: Rollout) -> "Batch":
         targets = (torch.zeros_like(rollout.rewards) for _ in range(3))
-        return cls(rollout.obs[:-1], rollout.actions, rollout.logprobs, *targets)
+        return cls(rollout.obs, rollout.actions, rollout.logprobs, *targets)
 
     def minibatch(self, inds: torch.Tensor) -> Minibatch:
         """Rows ``inds`` [B], counted through steps and environments."""
@@ -638,7 +641,7 @@ def main(args: Args) -> None:
                 b_inds = [torch.from_numpy(order).to(device) for order in orders]
                 losses += train_epoch(b_inds, gradients, step, worker.sum_over_shards, args) / args.update_epochs
             if is_continuous:  # only now: actors and learners normalise a rollout's observations alike
-                sums = [agent.obs_moments.sums(batch.obs.flatten(2), batch.weights) for batch in batches]
+                sums = [agent.obs_moments.sums(batch.obs[:-1].flatten(2), batch.weights) for batch in batches]
                 agent.obs_moments.add(worker.sum_over_shards(sums))
             worker.publish(Losses(*losses), optimizer_steps=args.update_epochs * args.num_minibatches)
 

@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
+import torch
 from scripts import SOURCE, run
 
 from leanrl.sebulba.supervisor import local_store
@@ -19,6 +21,12 @@ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
 
 # What torchrun would tell the only rank of a run.
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+
+def needs_gpus(number: int) -> list[pytest.MarkDecorator]:
+    """Marks of a test that takes so many."""
+    reason = f"needs {number} GPUs"
+    return [pytest.mark.cuda, pytest.mark.skipif(torch.cuda.device_count() < number, reason=reason)]
 
 
 def tiny(folder: Path, *flags) -> list[str]:
@@ -87,19 +95,19 @@ def run_alone(monkeypatch, script: str, *flags, environ=ALONE) -> int:
         return run(script, *flags)
 
 
-def run_both(monkeypatch, script: str, *flags, meanwhile=lambda process: None) -> int:
-    """Runs the two ranks of a layout, the first one in this process; returns the exit code of both.
+def run_both(monkeypatch, script: str, *flags, meanwhile=lambda process: None, rank: int = 0) -> int:
+    """Runs the two ranks of a layout, ``rank`` in this process; returns the exit code of both.
 
     Args:
-        meanwhile: is called with the process of the second one.
+        meanwhile: is called with the process of the other one.
     """
     store = local_store()
     environ = {"WORLD_SIZE": "2", "MASTER_ADDR": store.host, "MASTER_PORT": str(store.port)}
     environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # no rank holds it
-    process = launch(script, *flags, environ={**environ, "RANK": "1"})
+    process = launch(script, *flags, environ={**environ, "RANK": str(1 - rank)})
     try:
         meanwhile(process)
-        code = run_alone(monkeypatch, script, *flags, environ={**environ, "RANK": "0"})
+        code = run_alone(monkeypatch, script, *flags, environ={**environ, "RANK": str(rank)})
     finally:
         others_code, out = finish(process)
     assert others_code == code, out

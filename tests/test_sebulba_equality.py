@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from scripts import newest_checkpoint, summary
-from sebulba_runs import DISTRIBUTED, finish, launch, run_alone, run_both, tiny
+from sebulba_runs import DISTRIBUTED, finish, launch, needs_gpus, run_alone, run_both, tiny
 from torch.utils._pytree import tree_flatten_with_path
 
 import leanrl.cleanba_ppo as ppo
@@ -50,6 +50,21 @@ def test_layouts_learn_the_same(monkeypatch, tmp_path, script, lag, layout, chan
     assert fingerprint(ours) == fingerprint(alone)
     lags = [row["stats/policy_lag"] for row in read_metrics(tmp_path / run.name)]
     assert lags and set(lags) == {float(lag)}
+
+
+@pytest.mark.parametrize("script, lag", [("cleanba_ppo", 0), ("cleanba_impala", 1)])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *[pytest.param(text, marks=needs_gpus(2)) for text in ("a0-l1-d1", "a0-l0,1-d1", "a0-l0-d2")],
+        pytest.param("a0-l1,2-d1", marks=needs_gpus(3)),
+    ],
+)
+def test_layouts_of_gpus_learn_the_same(tmp_path, script, lag, layout):
+    args = replace(ARGS, device="cuda")
+    runs = [Run(script, text, lag, True, UPDATES) for text in ("a0-l0-d1", layout)]
+    alone, ours = (fingerprint(execute(run, args, tmp_path)) for run in runs)
+    assert ours == alone
 
 
 @pytest.mark.long

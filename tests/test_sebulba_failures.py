@@ -12,7 +12,19 @@ import psutil
 import pytest
 import torch.distributed as dist
 from scripts import summary
-from sebulba_runs import ALONE, alive, end, finish, last_line, launch, ranks_of, run_alone, tiny, wait_for_log
+from sebulba_runs import (
+    ALONE,
+    alive,
+    end,
+    finish,
+    last_line,
+    launch,
+    needs_gpus,
+    ranks_of,
+    run_alone,
+    tiny,
+    wait_for_log,
+)
 
 from leanrl.sebulba import collectives
 from leanrl.sebulba.collectives import RUN, last_of_all, waiting_for
@@ -45,7 +57,12 @@ def endless(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "script, victim, flags", [("cleanba_ppo", 2, []), ("cleanba_impala", 1, ["--policy-lag=newest"])]
+    "script, victim, flags",
+    [
+        ("cleanba_ppo", 2, []),
+        ("cleanba_impala", 1, ["--policy-lag=newest"]),
+        pytest.param("cleanba_ppo", 1, ["--device=cuda", *SMALL_LAYOUT], marks=needs_gpus(2)),
+    ],
 )
 def test_kill_9_ends_the_run(endless, script, victim, flags):
     launcher, ranks = endless(script, *flags)
@@ -78,6 +95,16 @@ def test_a_stopped_launcher_goes_on_and_a_stopped_process_is_a_stall(endless):
     assert code == 1 and time.monotonic() - begin < 30
     assert last_line(out).startswith("learner 1 (rank 2) has not answered for ")
     assert not alive(ranks)
+
+
+@pytest.mark.parametrize("lag", [pytest.param(lag, marks=needs_gpus(2)) for lag in (0, 1)])
+def test_a_stopped_process_of_a_gpu_is_named(endless, lag):
+    """By its silence or, where NCCL's watchdog ends the one that waits for it first, by what it had come to."""
+    launcher, ranks = endless("cleanba_impala", "--device=cuda", "--timeout=10", f"--policy-lag={lag}", *SMALL_LAYOUT)
+    ranks[1].send_signal(signal.SIGSTOP)
+    code, out = finish(launcher)
+    assert code == 1 and not alive(ranks)
+    assert re.search(r"learner 0 \(rank 1\) (has not answered for|had only come to) ", last_line(out))
 
 
 @pytest.mark.parametrize(

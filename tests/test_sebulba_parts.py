@@ -424,7 +424,7 @@ def test_what_128_devices_tell_each_other(monkeypatch, text, groups, learner):
     rollout.returns.fill_(torch.nan)
     rollout.returns[::16, ::4] = 1.0  # an episode ends every 64 steps
     pieces = [(piece, Header(1)) for piece in layout.pieces_of_learner(learner)]
-    monkeypatch.setattr(ours, "exchange", lambda sends, *args: sent.extend(rank for rank, _ in sends))
+    monkeypatch.setattr(ours, "start", lambda sends, *args: sent.extend(rank for rank, _ in sends) or [])
     assert ours.gather_signs((False, 7)) == [[0, 7]] * layout.num_learners
     reports = ours.gather_reports(Report(*TIMES, pieces, ended_episodes(layout, {shard: rollout})))
     ours.pass_params(torch.zeros(10))

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from contextlib import suppress
 from copy import deepcopy
 from functools import partial
@@ -136,12 +137,85 @@ def newest_lags(run_dir):
     return [row["stats/policy_lag_max"] for row in rows]
 
 
-@pytest.mark.parametrize("script", DISTRIBUTED)
-def test_the_newest_parameters_are_learned_from(monkeypatch, tmp_path, script):
-    """A random policy balances CartPole's pole for 22 steps."""
-    flags = tiny(tmp_path, "--policy-lag=newest", "--learning-rate=0.002", "--log-frequency=100")
-    assert run_alone(monkeypatch, script, *flags, "--total-timesteps=400000", "--target-return=120") == 0
-    assert summary(tmp_path / "run")["episodic_return"] >= 120
+@pytest.mark.parametrize(
+    "script, env_id, learning_rate, target, learned",
+    [
+        *[(script, "CartPole-v1", 0.002, 120, 120) for script in DISTRIBUTED],
+        ("cleanba_ppo", "Catch-v0", 0.002, 0.8, 0.5),
+        ("cleanba_impala", "Catch-v0", 0.0006, 0.8, 0.5),
+    ],
+)
+def test_the_newest_parameters_are_learned_from(monkeypatch, tmp_path, script, env_id, learning_rate, target, learned):
+    """A random policy balances CartPole's pole for 22 steps, and catches one ball of five: a return of -0.6."""
+    flags = tiny(tmp_path, "--policy-lag=newest", f"--learning-rate={learning_rate}", "--log-frequency=100")
+    flags += [f"--env-id={env_id}", "--total-timesteps=400000", f"--target-return={target}"]
+    assert run_alone(monkeypatch, script, *flags) == 0
+    assert summary(tmp_path / "run")["episodic_return"] >= learned  # more episodes end in the last update
+
+
+@pytest.mark.parametrize("lag", [1, "newest"])
+def test_the_next_rollout_travels_beside_the_update(monkeypatch, tmp_path, lag):
+    """It is there before the update ends, in other memory than what is learned from."""
+    rollouts_due, addresses = Worker.rollouts_due, set()
+
+    def watched(worker):
+        ((_, received),), (shard,) = worker._pipeline._received, worker.shards.values()
+        for number in rollouts_due(worker):
+            deadline = time.monotonic() + 60
+            while number < 10 and received.header[0] != number + 1:
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+            assert shard.header[0] == number
+            addresses.add((shard.obs.data_ptr(), received.obs.data_ptr()))
+            yield number
+
+    monkeypatch.setattr(Worker, "rollouts_due", watched)
+    flags = ["--total-timesteps=1280", f"--policy-lag={lag}", "--num-actor-threads=1", "--learner-device-ids=1"]
+    assert run_both(monkeypatch, "cleanba_impala", *tiny(tmp_path, *flags), rank=1) == 0
+    assert len(addresses) == 2 and addresses == {(theirs, ours) for ours, theirs in addresses}
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_what_a_thread_has_filled_is_learned_from(monkeypatch, tmp_path, lag):
+    """Where it plays whole shards: no copy."""
+    rollouts_due, fill, minibatch = Worker.rollouts_due, ThreadRollout.fill_pieces, cleanba_ppo.Batch.minibatch
+    due, filled, read = [0], {}, {}
+
+    def noting_number(self):
+        return (due.append(number) or number for number in rollouts_due(self))
+
+    def noting_filled(self):
+        fill(self)
+        pieces = filled.setdefault(int(self._header.rollout), set())
+        pieces.update(piece.obs.data_ptr() for piece, _ in self._pieces)
+
+    def noting_read(self, inds):
+        read.setdefault(due[-1], set()).add(self.obs.data_ptr())
+        return minibatch(self, inds)
+
+    monkeypatch.setattr(Worker, "rollouts_due", noting_number)
+    monkeypatch.setattr(ThreadRollout, "fill_pieces", noting_filled)
+    monkeypatch.setattr(cleanba_ppo.Batch, "minibatch", noting_read)
+    flags = ["--total-timesteps=1280", f"--policy-lag={lag}", "--num-shards=4"]
+    assert run_alone(monkeypatch, "cleanba_ppo", *tiny(tmp_path, *flags)) == 0
+    read.pop(0)  # of the warm-up
+    assert read == filled and {len(pieces) for pieces in read.values()} == {4} and len(read) == 5
+
+
+@pytest.mark.cuda
+def test_captured_graphs_read_where_they_were_captured(monkeypatch, tmp_path):
+    rollouts_due, addresses = Worker.rollouts_due, set()
+
+    def watched(worker):
+        for number in rollouts_due(worker):
+            addresses.add(tuple(rollout.obs.data_ptr() for rollout in worker.shards.values()))
+            assert all(rollout.rewards.sum() > 0 for rollout in worker.shards.values())
+            yield number
+
+    monkeypatch.setattr(Worker, "rollouts_due", watched)
+    flags = ["--device=cuda", "--cudagraphs", "--total-timesteps=1280", "--num-shards=2"]
+    assert run_alone(monkeypatch, "cleanba_impala", *tiny(tmp_path, *flags)) == 0
+    assert len(addresses) == 1
 
 
 def test_a_trained_agent_is_evaluated(monkeypatch, tmp_path):

@@ -191,6 +191,9 @@ def test_a_plan_knows_the_cores_and_the_lag():
     assert predicted("a0-l0-d1", policy_lag=1).sps == pytest.approx(48 * 128 / 4.0)
     assert predicted("a0-l0-d1", policy_lag="newest").sps == pytest.approx(48 * 128 / 4.0)
     assert predicted("a0-l0-d1", policy_lag=1, cores=1).sps == pytest.approx(48 * 128 / 5.0)
+    # Rollouts travel beside the update, unless a device that sends some learns.
+    assert predicted("a0-l1-d1", policy_lag=1).sps == pytest.approx(48 * 128 / 5.0)
+    assert predicted("a0-l0,1-d1", policy_lag=1).sps == pytest.approx(48 * 128 / 2.44)
     # Twice the machines: twice the speed, less what the sums take.
     one, four = predicted("a0-l0-d1"), predicted("a0-l0-d4", machines=4)
     assert 3.5 < four.sps / one.sps < 4

@@ -1,6 +1,5 @@
 """An actor thread: its environments, its copy of the policy, and the rollouts that the script's acting loop fills."""
 
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -92,9 +91,8 @@ class ActorThread:
         size = len(self.pieces[0].envs) if args.exact_reduction else num_envs
         self.blocks = [slice(first, first + size) for first in range(0, num_envs, size)]
         self.obs = Rollout.allocate(start.space, self.action_space, 1, num_envs, self.device).obs[0]
-        on_gpu = self.obs.is_cuda
-        self.host_obs = torch.zeros(self.obs.shape, dtype=self.obs.dtype, pin_memory=True) if on_gpu else None
-        action_size = math.prod(self.action_space.shape)  # 1 where actions are numbered
+        self.host_obs = torch.zeros(self.obs.shape, dtype=self.obs.dtype, pin_memory=True) if self.obs.is_cuda else None
+        action_size = int(np.prod(self.action_space.shape))  # 1 where actions are numbered
         self.choices = torch.zeros(args.num_steps, action_size + 2, num_envs, device=self.device)
         self.example = self.obs[:size], torch.zeros(size, policy_size(self.action_space), device=self.device)
         self.episodes = EpisodeStatistics(num_envs)
@@ -103,9 +101,9 @@ class ActorThread:
         self._free: Mailbox[list[Rollout]] = Mailbox(args.timeout)
         self._played: Mailbox[list[Rollout]] = Mailbox(args.timeout)
         self._params: Mailbox[tuple[int, torch.Tensor]] = Mailbox(args.timeout)
-        # The schedule lets a thread play so many rollouts before the learner takes the first of them, which it copies
-        # and gives back ahead of its update: with a lag, a thread goes on while others still play. Without a schedule
-        # one is played while another waits for the learner.
+        # The schedule lets a thread play so many rollouts before the first of them is sent or taken over, and given
+        # back, which does not wait for its update: with a lag, a thread goes on while others still play. Without a
+        # schedule one is played while another waits for the learner.
         for _ in range(2 if args.policy_lag == "newest" else args.policy_lag + 1):
             self._free.put([start.allocate(len(piece.envs)) for piece in self.pieces])
 
@@ -164,11 +162,13 @@ class ActorThread:
         return self._played.get(f"{self.name}, a rollout, by {waiter}")
 
     def put_params(self, version: int, params: torch.Tensor) -> None:
-        """Hands over the next version of the parameters, [P], which nobody overwrites; their device is done with it."""
+        """Hands over the next version of the parameters, [P], which nobody overwrites."""
+        synchronize_stream(self.device)  # the thread copies them on a stream of its own
         self._params.put((version, params))
 
     def give_back(self, rollout: list[Rollout]) -> None:
         """Lets the thread overwrite what ``take`` returned."""
+        synchronize_stream(self.device)  # it does so on a stream of its own
         self._free.put(rollout)
 
     def stop(self) -> None:

@@ -70,9 +70,8 @@ class Collectives:
         self.all_reduce_seconds = 0.0
         """spent summing gradients, ever (on a GPU: launching the sums)"""
         # Within a group, one learner sends the new parameters to the processes that only act.
-        members = [p for p in layout.parts if p.group == part.group]
-        self._sends_params = min(p.rank for p in members if p.learner is not None)
-        self._receive_params = [p.rank for p in members if p.learner is None]
+        self._sends_params = layout.learner_part(part.group * len(layout.learner_device_ids)).rank
+        self._receive_params = [p.rank for p in layout.parts if p.group == part.group and p.learner is None]
         self._learners = self._store = None
         if len(layout.parts) == 1:
             return
@@ -124,19 +123,24 @@ class Collectives:
                     dist.broadcast(message, lead.rank)
                 tensor.detach().copy_(message)
 
-    def exchange(self, sends: Messages, receives: Messages, what: str = "a rollout") -> None:
-        """Sends and receives, between two ranks in the same order on both."""
+    def start(self, sends: Messages, receives: Messages, what: str = "a rollout") -> list[tuple[dist.Work, str]]:
+        """Begins to send and receive, between two ranks in the same order on both; returns what ``finish`` takes."""
         operations = [dist.P2POp(dist.isend, message, rank, self._everyone) for rank, message in sends]
         operations += [dist.P2POp(dist.irecv, message, rank, self._everyone) for rank, message in receives]
         if not operations:
-            return
+            return []
         names = [f"{self._layout.parts[operation.peer].name}, {what}" for operation in operations]
         with waiting_for(" or ".join(dict.fromkeys(names))):
             works = dist.batch_isend_irecv(operations)
         # NCCL gives one handle for all.
-        for work, name in zip(works, names, strict=False):
+        return list(zip(works, names, strict=False))
+
+    def finish(self, begun: list[tuple[dist.Work, str]]) -> None:
+        """Waits until what was begun has come, and empties the list; on a GPU only the current stream waits."""
+        for work, name in begun:
             with waiting_for(name):
                 work.wait()
+        begun.clear()
 
     def sum_over_shards(self, vectors: Sequence[torch.Tensor]) -> torch.Tensor:
         """The sum of one vector a shard over all learners' shards; this learner's own are ``vectors``, in order.
@@ -194,7 +198,7 @@ class Collectives:
         message, rank = torch.cat([params, params.new_tensor([float(is_last)])]), self._part.rank
         sends = [(to, message) for to in self._receive_params] if rank == self._sends_params else []
         receives = [(self._sends_params, message)] if rank in self._receive_params else []
-        self.exchange(sends, receives, "the new parameters")
+        self.finish(self.start(sends, receives, "the new parameters"))
         return message[:-1], message[-1].item() > 0
 
 

@@ -8,7 +8,6 @@ from leanrl.sebulba.collectives import Collectives
 from leanrl.sebulba.layout import Piece
 from leanrl.sebulba.rollout import Header, Rollout
 from leanrl.sebulba.start import Start
-from leanrl.support.devices import synchronize_stream
 
 
 def version_for(rollout: int, policy_lag: int, first_version: int = 0) -> int:
@@ -36,12 +35,16 @@ class Pipeline:
     """updates taken before the run (resumed) began"""
 
     def __post_init__(self) -> None:
-        self.layout, self.part = self.start.layout, self.start.part
-        pieces = self.layout.pieces_of_learner(self.part.learner) if self.shards else []
+        self.layout, self.part, lag = self.start.layout, self.start.part, self.start.args.policy_lag
+        pieces = self.layout.pieces_of_learner(self.part.learner)
         self._received = [(p, self.start.allocate(len(p.envs))) for p in pieces if p.actor != self.part.actor]
+        # With a lag the next rollout travels beside the update, unless a process that is to send it learns meanwhile.
+        ahead = lag != 0 and all(None in (part.actor, part.learner) for part in self.layout.parts)
+        self._begun, self._begun_until = self.first_version, self.start.num_updates if ahead else 0
+        self.travelling = []
 
     def exchange(self, number: int, stop: bool) -> list[tuple[Piece, Header]]:
-        """Passes rollout ``number`` on, and fills the shards with it.
+        """Passes rollout ``number`` on, and fills the shards with it; the next one may be on its way by then.
 
         Args:
             stop: whether this process was asked to stop, which the learners are to hear.
@@ -55,28 +58,30 @@ class Pipeline:
             Stalled: one did not play in time.
             PeerLost: a process that a piece comes from, or goes to, is gone or does not answer in time.
         """
+        if self._begun < number:
+            self._begin(number, stop)
+        self.collectives.begin("sending rollout", number)
+        self.collectives.finish(self.travelling)
+        headers = [(piece, self._fill(number, piece, rollout)) for piece, rollout in self._mine]
+        for thread, rollouts in self._played:
+            thread.give_back(rollouts)
+        if number < self._begun_until:
+            self._begin(number + 1, stop)
+        return sorted(headers, key=lambda item: item[0].envs.start)
+
+    def _begin(self, number: int, stop: bool) -> None:
+        """Waits until the threads have played a rollout, and lets it travel."""
         if self.threads:
             self.collectives.begin("playing rollout", number)
-        played = [thread.take(self.part.name) for thread in self.threads]
-        self.collectives.begin("sending rollout", number)
-        by_thread = zip(self.threads, played, strict=True)
-        here = [pair for thread, rollouts in by_thread for pair in zip(thread.pieces, rollouts, strict=True)]
+        self._played = [(thread, thread.take(self.part.name)) for thread in self.threads]
+        here = [pair for thread, rollouts in self._played for pair in zip(thread.pieces, rollouts, strict=True)]
         for _, rollout in here:
             rollout.header[Header._fields.index("stop")] = float(stop)
-        sends = [
-            (self.layout.learner_part(piece.learner).rank, rollout.buffer)
-            for piece, rollout in here
-            if piece.learner != self.part.learner
-        ]
+        self._mine = [pair for pair in here if pair[0].learner == self.part.learner] + self._received
+        others = [pair for pair in here if pair[0].learner != self.part.learner]
+        sends = [(self.layout.learner_part(piece.learner).rank, rollout.buffer) for piece, rollout in others]
         receives = [(self.layout.actor_part(piece.actor).rank, rollout.buffer) for piece, rollout in self._received]
-        self.collectives.exchange(sends, receives)
-        mine = [(piece, rollout) for piece, rollout in here if piece.learner == self.part.learner]
-        headers = [(piece, self._fill(number, piece, rollout)) for piece, rollout in mine + self._received]
-        if here:  # the threads overwrite their buffers next, on streams of their own
-            synchronize_stream(here[0][1].buffer.device)
-        for thread, rollouts in zip(self.threads, played, strict=True):
-            thread.give_back(rollouts)
-        return sorted(headers, key=lambda item: item[0].envs.start)
+        self._begun, self.travelling = number, self.collectives.start(sends, receives)
 
     def _fill(self, number: int, piece: Piece, rollout: Rollout) -> Header:
         header, lag = Header(*rollout.header.tolist()), self.start.args.policy_lag
@@ -85,7 +90,12 @@ class Pipeline:
             name = self.layout.thread_name(piece.actor, piece.thread)
             came = f"rollout {header.rollout:.0f} of parameters {header.version:.0f}"
             raise RuntimeError(f"{name} delivered {came}, but rollout {number} of parameters {version} was due")
-        first = self.layout.shard_envs(piece.shard).start
-        for target, source in zip(self.shards[piece.shard].columns(), rollout.columns(), strict=True):
-            target[:, piece.envs.start - first : piece.envs.stop - first].copy_(source)
+        shard, first = self.shards[piece.shard], self.layout.shard_envs(piece.shard).start
+        if len(piece.envs) == self.layout.shard_size and not self.start.args.cudagraphs:
+            # Their memory changes hands, which takes no time; captured graphs would go on reading where it was.
+            for ours, theirs in zip(shard, rollout, strict=True):
+                ours.data, theirs.data = theirs.data, ours.data
+        else:
+            for ours, theirs in zip(shard.columns(), rollout.columns(), strict=True):
+                ours[:, piece.envs.start - first : piece.envs.stop - first].copy_(theirs)
         return header

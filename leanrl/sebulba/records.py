@@ -42,8 +42,7 @@ def checksum(params: torch.Tensor) -> int:
 
 def ended_episodes(layout: Layout, shards: dict[int, Rollout]) -> np.ndarray:
     """Episodes that ended in a learner's shards: [3, E], place (by step, then environment of all), return, length."""
-    returns = torch.cat([rollout.returns for rollout in shards.values()], 1)
-    lengths = torch.cat([rollout.lengths for rollout in shards.values()], 1)
+    returns, lengths = (torch.cat([getattr(x, name) for x in shards.values()], 1) for name in ("returns", "lengths"))
     steps, envs = (~returns.isnan()).nonzero(as_tuple=True)
     places = steps * layout.num_envs + layout.shard_envs(min(shards)).start + envs
     return torch.stack([places.double(), returns[steps, envs], lengths[steps, envs]]).cpu().numpy()

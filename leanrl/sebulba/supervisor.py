@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -66,7 +65,7 @@ def supervise(start: Start, script_file: str) -> None:
         )
         for part in layout.parts[first_rank : first_rank + group_size]
     ]
-    code = Supervisor(children, args.start_timeout, args.timeout, partial(last_of_all, layout, environ)).run()
+    code = Supervisor(children, args.start_timeout, args.timeout, lambda: last_of_all(layout, environ)).run()
     if code:
         raise SystemExit(code)
 

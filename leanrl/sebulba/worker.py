@@ -46,8 +46,8 @@ class Worker:
 
     Attributes:
         threads: the actor threads, not started; none where it does not act.
-        shards: what its learner trains on: rollouts by the numbers of their shards, refilled in place with every
-            rollout; none where it does not learn.
+        shards: what its learner trains on: rollouts by the numbers of their shards, always the same tensors, whose
+            memory only captured graphs may rely on; none where it does not learn.
         sum_over_shards: vectors [P], one for each of ``shards`` -> their sum over the shards of all learners [P]; all
             learners call it alike. It may overwrite the vectors.
         leave: leaves the process group.
@@ -105,8 +105,7 @@ class Worker:
         self._collectives.broadcast([*tensors, facts])
         step, digest_of_lead = facts.tolist()
         if digest != digest_of_lead:
-            lead = self._layout.learner_part(0)
-            raise UsageError(f"{self._part.name} was started with other flags than {lead.name}")
+            raise UsageError(f"{self._part.name} was started with other flags than {self._layout.learner_part(0).name}")
         return step
 
     @contextmanager
@@ -167,6 +166,7 @@ class Worker:
                 run.evaluate(self._args.evaluate_episodes)
             if self._args.upload_model:
                 print(f"model: {upload_run(run.dir, self._args.hf_entity)}", flush=True)
+        self._collectives.finish(self._pipeline.travelling)  # after an early stop: a rollout that nobody waits for
 
     def publish(self, losses, optimizer_steps: int) -> None:
         """Ends the update that the last rollout was due for, and passes the new parameters on.
@@ -202,7 +202,6 @@ class Worker:
                 self._run.request_stop()  # the signal may have reached another process only
 
     def _give_params(self, params: torch.Tensor) -> None:
-        synchronize_stream(self._start.device)  # the threads that copy them work on others
         for thread in self.threads:
             thread.put_params(self._number, params)
 

@@ -1,9 +1,10 @@
 """Checks the CUDA paths on this machine's GPU, and measures every script there in every mode.
 
-First the tests that need a GPU, among them those that compare modes with eager. Then speeds, one run at a time, what
-counts most first; they become the table, picture and JSON of `leanrl.tools.compare`, a folder for each algorithm. What
-does not fit into --seconds is left out and counted: the same call with the same --out goes on there. A file of tests
-that alone takes longer than three fifths of it needs more --seconds.
+First the tests that need a GPU, among them those that compare modes with eager; where there are two or more, also
+layouts over NCCL, a kill and a hang. Then speeds, one run at a time, what counts most first; they become the table,
+picture and JSON of `leanrl.tools.compare`, a folder for each algorithm. What does not fit into --seconds is left out
+and counted: the same call with the same --out goes on there. A file of tests that alone takes longer than three fifths
+of it needs more --seconds.
 
 With --leanrl, LeanRL's own script runs beside ours as it is, with --compile --cudagraphs, in FOLDER/.venv where there
 is one. Its speed is the last "... sps" that it prints, the steps per second since its burn-in (PPO on Atari: of its

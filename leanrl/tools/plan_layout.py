@@ -131,8 +131,8 @@ def predict(text: str, parts: LayoutParts, script_args, cores: int, machines: in
     )
     latency, per_byte = parts.message
     remote_actors = len([part for part in layout.parts if part.learner is None and part.group == 0])
-    transfer = (latency + per_byte * parts.rollout_bytes * foreign) * groups if foreign else 0.0
-    transfer += remote_actors * groups * (latency + per_byte * 4 * parts.params)
+    travel = (latency + per_byte * parts.rollout_bytes * foreign) * groups if foreign else 0.0
+    publishing = remote_actors * groups * (latency + per_byte * 4 * parts.params)
     reduction = 0.0
     if layout.num_learners > 1:
         latency, per_byte = parts.reduction
@@ -141,13 +141,14 @@ def predict(text: str, parts: LayoutParts, script_args, cores: int, machines: in
         n = layout.num_learners
         # Rings pass 2 (n - 1) / n of the vector through each link: the whole of it once where n = 2, as measured.
         reduction = parts.steps * (latency * math.log2(n) + per_byte * 4 * parts.params * 2 * (n - 1) / n)
-    seconds = {"rollout": rollout, "transfer": transfer, "update": updating, "all-reduce": reduction}
+    seconds = {"rollout": rollout, "transfer": travel + publishing, "update": updating, "all-reduce": reduction}
     work = (num_threads * play.cores + num_learners * update.cores) / cores
-    learning = transfer + updating + reduction
-    shared = script_args.device == "cpu" or set(actors) & set(learners)
-    whole = rollout + learning
-    if script_args.policy_lag != 0:
-        whole = max(rollout, learning, work) if script_args.device == "cpu" or not shared else whole
+    learning = updating + reduction + publishing
+    whole = rollout + travel + learning
+    if script_args.policy_lag != 0 and not set(actors) & set(learners):
+        whole = max(rollout, travel, learning, work)
+    elif script_args.policy_lag != 0 and script_args.device == "cpu":
+        whole = max(rollout, travel + learning, work)
     slowest = max(seconds, key=seconds.get)
     if slowest == "rollout":
         slowest = "emulation" if play.emulation > play.inference else "inference"

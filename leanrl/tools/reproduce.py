@@ -6,8 +6,8 @@ one layout without it. Without it, one update must agree within float32 toleranc
     python -m leanrl.tools.reproduce
     python -m leanrl.tools.reproduce --scripts cleanba_ppo --layouts a0-l0-d1 a0-l1,2-d1 --lags 0 1 2 --updates 50
 
-Everything runs on this machine's CPU with virtual devices; layouts of several groups (d2) are started as SLURM would
-start them, one task a group. The tables are also written to OUT/table.md and OUT/reproduce.json.
+By default everything runs on this machine's CPU with virtual devices. Layouts of several groups (d2) are started as
+SLURM would start them, one task a group. The tables are also written to OUT/table.md and OUT/reproduce.json.
 """
 
 import hashlib
@@ -55,6 +55,8 @@ class Args(common.OutArgs):
     """updates of a run"""
     seed: int = 1
     """seed of every run"""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """cuda takes as many GPUs as a layout has devices"""
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def command(run: Run, args: Args, folder: Path) -> list[str]:
     return [
         sys.executable,
         str(SCRIPTS / f"{run.script}.py"),
-        "--device=cpu",
+        f"--device={args.device}",
         *(f"--env-id={args.env_id}", f"--env-backend={args.env_backend}"),
         f"--seed={args.seed}",
         f"--total-timesteps={run.updates * args.num_envs * args.num_steps}",
@@ -191,7 +193,7 @@ def main(args: Args) -> int:
     for script in args.scripts:
         for lag in args.lags:
             rows += compare_script(script, lag, args, out / "runs")
-    record = {**common.benchmark_record("reproduce", torch.device("cpu")), "args": asdict(args), "rows": rows}
+    record = {**common.benchmark_record("reproduce", torch.device(args.device)), "args": asdict(args), "rows": rows}
     text = f"{common.describe_machine(record['machine'])}\n\n{render(rows, args)}"
     common.write_results(out, "reproduce", record, text)
     return 0 if all(row["equal"] and row["close"] and row.get("repeatable", True) for row in rows) else 1

@@ -394,14 +394,15 @@ def run_groups(name: str, command: Sequence[str], num_groups: int) -> None:
     """
     environ = child_environ()
     if num_groups > 1:
-        # Ports go by job number.
+        # Ports go by job number, and GPUs by group.
         job = {"SLURM_JOB_ID": str(random.randrange(10**6)), "SLURM_STEP_NODELIST": "localhost"}
         environ |= {**job, "SLURM_NTASKS": str(num_groups)}
         command = [*command, "--distributed"]
-    tasks = [
-        subprocess.Popen(command, env={**environ, "SLURM_PROCID": str(number)}, stdout=subprocess.DEVNULL)
-        for number in range(num_groups)
-    ]
+    gpus = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+    share, tasks = len(gpus) // num_groups, []
+    for number in range(num_groups):
+        own = {"SLURM_PROCID": str(number), "CUDA_VISIBLE_DEVICES": ",".join(gpus[number * share :][:share])}
+        tasks.append(subprocess.Popen(command, env={**environ, **own}, stdout=subprocess.DEVNULL))
     try:
         codes = [task.wait() for task in tasks]
     finally:
