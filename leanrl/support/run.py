@@ -8,6 +8,7 @@ import math
 import os
 import platform
 import random
+import shlex
 import subprocess
 import sys
 import time
@@ -403,6 +404,12 @@ class Run:
             video = self.dir / "videos" / "episode.mp4"
             play(self.dir, episodes=1, video=video)
             say(f"video: {video}")
+        if self.model is not None and not self._progress.disable:
+            self._progress.close()
+            run_dir = shlex.quote(str(self.dir))
+            go_on = f"; go on: ./run.sh {self.script} --resume {run_dir} --max-seconds None"
+            playing = f"./run.sh evaluate {run_dir}" if self.args.save_model else "train with --save-model"
+            print(f"play: {playing}{go_on if self.global_step < self.total_steps else ''}", file=sys.stderr)
         return summary
 
     def evaluate(self, episodes: int) -> None:
