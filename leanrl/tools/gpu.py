@@ -30,20 +30,8 @@ import torch
 from leanrl.support.devices import available_cores
 from leanrl.support.errors import UsageError, bad, require_at_least
 from leanrl.support.run import write_json_atomically
-from leanrl.tools import common, compare
-from leanrl.tools.trials import (
-    REPOSITORY,
-    Contender,
-    Deadline,
-    Trial,
-    contenders_of,
-    end_of,
-    read_json,
-    require_distinct,
-    rounds_of,
-    run_child,
-    run_trial,
-)
+from leanrl.tools import common, compare, trials
+from leanrl.tools.trials import REPOSITORY, Contender, Deadline, Trial
 
 Name = Literal["sac", "td3", "ppo", "ppo_atari", "cleanba_ppo", "cleanba_impala", "dqn", "pqn", "pqn_atari"]
 
@@ -114,7 +102,7 @@ def measured_contenders(name: Name, device: torch.device, leanrl: str | None = N
     """
     algorithm = ALGORITHMS[name]
     flags = ["--total-timesteps=1000000", f"--max-seconds={TRAINING_SECONDS}", *algorithm.flags.split()]
-    contenders = contenders_of(algorithm.entries, "algorithms", device, flags)
+    contenders = trials.contenders_of(algorithm.entries, "algorithms", device, flags)
     if leanrl is not None and algorithm.upstream_flags:
         folder, script = Path(leanrl), algorithm.entries[1]
         path, python = folder / "leanrl" / f"{script}.py", folder / ".venv" / "bin" / "python"
@@ -136,7 +124,7 @@ def counts_most(contender: Contender) -> bool:
 
 
 def main(args: Args) -> int:
-    require_distinct(args, "algorithms")
+    trials.require_distinct(args, "algorithms")
     require_at_least(args, 1, "rounds", "seconds")
     if not torch.cuda.is_available():
         raise UsageError("this tool needs a CUDA device, and this machine has none; `compare` measures on a CPU")
@@ -169,14 +157,14 @@ def examine(args: Args, device: torch.device) -> int:
     found = {}
     for name in contenders:
         (out / name).mkdir(exist_ok=True)
-        found[name] = [Trial(**run) for run in read_json(out / name / "compare.json").get("runs", ())]
-    known = {(trial.label, trial.seed) for trials in found.values() for trial in trials if not trial.failure}
+        found[name] = [Trial(**run) for run in trials.read_json(out / name / "compare.json").get("runs", ())]
+    known = {(trial.label, trial.seed) for measured in found.values() for trial in measured if not trial.failure}
     turns = [turn for turn in turns_of(contenders, args.rounds) if (turn[1].label, turn[2]) not in known]
     for position, (name, contender, seed) in enumerate(turns, start=1):
         trial = None
         if end.seconds_left >= RUN_SECONDS:
             print(f"[{position}/{len(turns)}] {contender.label}, round {seed}", flush=True)
-            run = run_upstream if contender.label.startswith(UPSTREAM) else run_trial
+            run = run_upstream if contender.label.startswith(UPSTREAM) else trials.run_trial
             trial = run(contender, seed, out / "runs", end)
         if trial is None or (trial.was_cut_off and end.seconds_left <= 0):
             left += len(turns) - position + 1
@@ -184,11 +172,11 @@ def examine(args: Args, device: torch.device) -> int:
         found[name] = [t for t in found[name] if (t.label, t.seed) != (trial.label, seed)] + [trial]
         write_json_atomically(out / name / "compare.json", record_of(found[name], contenders[name], device))
 
-    for name, trials in found.items():
-        if trials:
-            compare.write(out / name, record_of(trials, contenders[name], device))
+    for name, measured in found.items():
+        if measured:
+            compare.write(out / name, record_of(measured, contenders[name], device))
     failed = [f"{row['check']}: {row['detail']}" for row in checks.values() if not row["passed"]]
-    failed += [f"{t.label}, round {t.seed}: {t.failure}" for trials in found.values() for t in trials if t.failure]
+    failed += [f"{t.label}, round {t.seed}: {t.failure}" for measured in found.values() for t in measured if t.failure]
     print(f"\nchecks: {sum(row['passed'] for row in checks.values())} of {len(checks)} passed\nresults: {out}")
     for what in failed:
         print(f"FAILED: {what}")
@@ -199,7 +187,7 @@ def examine(args: Args, device: torch.device) -> int:
 
 def earlier_checks(out: Path, device: torch.device) -> dict[str, dict]:
     """The checks that an earlier call has left in ``out``, by name. UsageError: of another commit or GPU."""
-    record = read_json(out / "gpu.json")
+    record = trials.read_json(out / "gpu.json")
     if not record:
         return {}
     ours, theirs = (
@@ -230,12 +218,12 @@ def check(deadline: Deadline, passed: Collection[str], folder: Path) -> Iterator
         if deadline.seconds_left <= 0:
             return None
         log = folder / f"{path.stem}.log"
-        code, _ = run_child([sys.executable, "-m", "pytest", "-q", "-m", "cuda", str(path)], deadline, log)
+        code, _ = trials.run_child([sys.executable, "-m", "pytest", "-q", "-m", "cuda", str(path)], deadline, log)
         if code and deadline.seconds_left <= 0:
             return None
         if code:
-            print(end_of(log), flush=True)
-        return {"check": path.name, "passed": code == 0, "detail": end_of(log).rpartition("\n")[2]}
+            print(trials.end_of(log), flush=True)
+        return {"check": path.name, "passed": code == 0, "detail": trials.end_of(log).rpartition("\n")[2]}
 
     files = [path for path in sorted((REPOSITORY / "tests").glob("test_*.py")) if "mark.cuda" in path.read_text()]
     with ThreadPoolExecutor(max(1, available_cores() // CORES_OF_A_CHECK)) as pool:
@@ -249,7 +237,7 @@ def check(deadline: Deadline, passed: Collection[str], folder: Path) -> Iterator
 def turns_of(contenders: dict[Name, list[Contender]], rounds: int) -> list[tuple[Name, Contender, int]]:
     """(algorithm, contender, round) in their order, which turns around with every round, but for what counts most."""
     every = [(name, contender) for name, group in contenders.items() for contender in group]
-    turns = [(*turn, seed) for seed, group in rounds_of(every, range(1, rounds + 1)) for turn in group]
+    turns = [(*turn, seed) for seed, group in trials.rounds_of(every, range(1, rounds + 1)) for turn in group]
     return sorted(turns, key=lambda turn: (turn[2], not counts_most(turn[1])))
 
 
@@ -266,13 +254,13 @@ def run_upstream(contender: Contender, seed: int, runs_dir: Path, deadline: Dead
     run_dir.mkdir(parents=True, exist_ok=True)
     trial = Trial(contender.label, seed, [*contender.command, f"--seed={seed}"], str(run_dir), exit_code=0)
     log = run_dir / "output.log"
-    trial.exit_code, trial.peak_memory_mb = run_child(trial.command, deadline, log, {"WANDB_MODE": "disabled"})
+    trial.exit_code, trial.peak_memory_mb = trials.run_child(trial.command, deadline, log, {"WANDB_MODE": "disabled"})
     speeds = re.findall(r"([\d.]+) sps", log.read_text(errors="replace"))
     if speeds:
         unknown = dict.fromkeys(("global_step", "warmup_seconds", "episodic_return"))
         trial.summary = {"sps": float(speeds[-1]), "interrupted": False, **unknown}
     if trial.failure:
-        print(end_of(log), flush=True)
+        print(trials.end_of(log), flush=True)
     return trial
 
 

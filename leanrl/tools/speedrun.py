@@ -71,7 +71,7 @@ PPO = (
 )
 PPO_ATARI = "ppo_atari_envpool_torchcompile:compile --amp bf16"
 TASKS = {
-    "cartpole": Task("CartPole-v1", 475, PQN, 5),
+    "cartpole": Task("CartPole-v1", 475, PQN, 10),
     "cheetah5k": Task("HalfCheetah-v5", 5_000, SAC, 100),
     "cheetah10k": Task("HalfCheetah-v5", 10_000, SAC, 900),
     "cheetah-run": Task("CheetahRun-v1", 700, SAC, 400),
