@@ -422,7 +422,7 @@ def test_run_of_a_peer(tmp_path, name, flags, updates, points, clock_start):
 def test_environments_that_a_peer_refuses(tmp_path, monkeypatch):
     pytest.importorskip("stable_baselines3")
     monkeypatch.chdir(tmp_path)
-    refused = [("TD3", "CartPole-v1", "needs cont"), ("DQN", PENDULUM, "needs Disc"), ("PPO-Atari", "Pung-v5", "Pong")]
+    refused = [("TD3", "CartPole-v1", "needs Box"), ("DQN", PENDULUM, "needs Disc"), ("PPO-Atari", "Pung-v5", "Pong")]
     for algorithm, env_id, said in refused:
         with pytest.raises(UsageError, match=said):
             peers.main(f"sb3:{algorithm}", [f"--env-id={env_id}"])

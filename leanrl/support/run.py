@@ -409,7 +409,7 @@ class Run:
             run_dir = shlex.quote(str(self.dir))
             go_on = f"; go on: ./run.sh {self.script} --resume {run_dir} --max-seconds None"
             playing = f"./run.sh evaluate {run_dir}" if self.args.save_model else "train with --save-model"
-            print(f"play: {playing}{go_on if self.global_step < self.total_steps else ''}", file=sys.stderr)
+            print(f"{self.dir}: play: {playing}{go_on if self.global_step < self.total_steps else ''}", file=sys.stderr)
         return summary
 
     def evaluate(self, episodes: int) -> None:
