@@ -83,7 +83,9 @@ def load_checkpoint(path: Path, identity: dict) -> tuple[int, dict]:
     except Exception as error:  # torch.load raises nearly anything on damaged input
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
         raise UsageError(f"{path}: damaged or not a checkpoint ({reason})") from None
-    for key, expected in {"format": FORMAT, **identity}.items():
+    if found["format"] != FORMAT:
+        raise UsageError(f"{path}: was written by another version of LeanRL; resume the run with that one")
+    for key, expected in identity.items():
         if found[key] != expected:
             raise UsageError(f"{path}: belongs to {key} {found[key]}, not {expected}")
     return loaded
