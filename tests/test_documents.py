@@ -153,7 +153,7 @@ def test_bench_is_a_call_of_compare(line, bf16_units, tmp_path, monkeypatch):
     assert len(in_bf16) == (bf16_units and line in ("SAC", "TD3", "PPO-Atari"))
     monkeypatch.setattr(trials, "require_peer", lambda who, name: None)
     monkeypatch.setattr(trials, "lack", lambda mode, device: None)
-    monkeypatch.setattr(compare, "run_trials", lambda *_: sys.exit("the first run"))
+    monkeypatch.setattr(trials, "run_trials", lambda *_: sys.exit("the first run"))
     with pytest.raises(SystemExit, match="the first run"):
         compare.main(args)
 

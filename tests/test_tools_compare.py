@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import os
 import shlex
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 from operator import attrgetter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from scripts import cells, run_tool_in_process, wait_until
 
 from leanrl.support.errors import UsageError
 from leanrl.support.run import machine_facts
-from leanrl.tools import compare, peers, trials
+from leanrl.tools import compare, peers, speedrun, trials
 from leanrl.tools.trials import REPOSITORY, Contender, Trial, contenders_of, run_trials
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -166,9 +168,9 @@ def test_ctrl_c_ends_the_run_that_is_on(num_before, tmp_path):
     sleeper = fake_script(tmp_path, "sleeper", sleep)
     driver = tmp_path / "driver.py"
     driver.write_text(
-        "from leanrl.tools import common, compare\nfrom leanrl.tools.trials import Contender\n"
-        "compare.require_valid = lambda contender: None\n"
-        f"compare.contenders_of = lambda *_: {[good] * num_before + [sleeper, good]}\n"
+        "from leanrl.tools import common, compare, trials\nfrom leanrl.tools.trials import Contender\n"
+        "trials.require_valid = lambda contender: None\n"
+        f"trials.contenders_of = lambda *_: {[good] * num_before + [sleeper, good]}\n"
         "common.run_tool(compare.main, compare.Args)\n"
     )
 
@@ -398,11 +400,13 @@ ATARI = ["--num-envs=2", "--num-steps=128", "--update-epochs=1"]
         ("rl_games:PPO", [*TINY, "--total-timesteps=600"], 16, [256, 384, 512], 128),
     ],
 )
-def test_run_of_a_peer(tmp_path, name, flags, updates, points, clock_start):
+def test_run_of_a_peer(monkeypatch, tmp_path, name, flags, updates, points, clock_start):
     pytest.importorskip(peers.PEERS[name].module)
+    monkeypatch.setattr(speedrun, "EPISODES", 1)
     # The number of threads is the library's own choice, where none is given; our DQN's is 1.
     entry, threads = (name, None) if name == "sb3:DQN" else (f"{name} --num-threads 1", 1)
-    (contender,) = contenders_of([entry], "contenders", CPU, ["--device=cpu", *flags])
+    # Every log point is a snapshot.
+    (contender,) = contenders_of([entry], "contenders", CPU, ["--device=cpu", "--snapshot-seconds=1e-6", *flags])
     trials.require_valid(contender)
     (trial,) = run_trials([contender], [3], tmp_path)
     assert trial.failure is None and trial.label == entry
@@ -417,6 +421,9 @@ def test_run_of_a_peer(tmp_path, name, flags, updates, points, clock_start):
     seconds = (points[-1] - clock_start) / trial.summary["sps"]
     assert seconds > trial.metrics[-1]["charts/wall_seconds"] - trial.metrics[0]["charts/wall_seconds"]
     assert seconds < trial.summary["wall_seconds"] - trial.summary["warmup_seconds"]
+    snapshots = speedrun.evaluate(contender, Path(trial.run_dir), start=0.0, limit=math.inf, target=math.inf)
+    assert [snapshot["global_step"] for snapshot in snapshots] == points
+    assert all(len(snapshot["returns"]) == 1 and math.isfinite(*snapshot["returns"]) for snapshot in snapshots)
 
 
 def test_environments_that_a_peer_refuses(tmp_path, monkeypatch):

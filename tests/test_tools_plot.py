@@ -123,10 +123,12 @@ def test_bad_input_is_one_line(words, reason, tmp_path, monkeypatch, refusal):
     assert {path.name for path in tmp_path.iterdir()} == {"runs", "file"}
 
 
-def test_without_rliable_the_remedy_is_told(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "rliable", None)
-    with pytest.raises(UsageError, match=r"rliable .*pip install -r requirements/requirements-dev\.txt"):
-        draw(write_run(tmp_path, 1, [1.0]), out=tmp_path / "p")
+def test_without_rliable_the_remedy_is_told(tmp_path, monkeypatch, refusal):
+    for seed in (1, 2, 3):
+        write_run(tmp_path / "runs", seed, [1.0])
+    monkeypatch.setitem(sys.modules, "rliable.library", None)
+    said = refusal(plot, tmp_path / "runs", "--out", tmp_path / "p")
+    assert "rliable" in said and "pip install -r requirements/requirements-dev.txt" in said
 
 
 # ---------------------------------------------------------------------------------------------------------- ESTIMATES

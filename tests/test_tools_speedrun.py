@@ -6,7 +6,7 @@ import pytest
 import torch
 from scripts import cells, run_tool_in_process
 
-from leanrl.tools import speedrun
+from leanrl.tools import common, speedrun
 from leanrl.tools.speedrun import TASKS, Task, chosen, draw, reached, render_table
 
 
@@ -73,6 +73,8 @@ def test_a_real_run(monkeypatch, tmp_path):
     monkeypatch.setitem(TASKS, "cartpole", Task("CartPole-v1", 5, holder, 100.0))
     # Every log point is a snapshot.
     monkeypatch.setattr(speedrun, "SNAPSHOTS", 10**6)
+    facts = common.machine_facts(torch.device("cpu")) | {"git_commit": "0123abc"}
+    monkeypatch.setattr(common, "machine_facts", lambda device: facts | {"versions": {**facts["versions"]}})
     argv = ["cartpole", "--seeds", 1, "--cache", "cold", "--out", tmp_path]
     assert run_tool_in_process(monkeypatch, speedrun, *argv) == 0
     (run,) = json.loads((tmp_path / "speedrun.json").read_text())["runs"]
@@ -82,3 +84,6 @@ def test_a_real_run(monkeypatch, tmp_path):
     files = sorted(tmp_path.glob("runs/cold/*/snapshots/step_*.pt"))
     assert len(files) == 8 and set(torch.load(files[-1])["model"]) == {"q_network"}
     assert (tmp_path / "speedrun.png").exists() and "pqn_torchcompile" in (tmp_path / "table.md").read_text()
+    # The same call goes on: there is nothing left to run.
+    assert run_tool_in_process(monkeypatch, speedrun, *argv) == 0
+    assert json.loads((tmp_path / "speedrun.json").read_text())["runs"] == [run]

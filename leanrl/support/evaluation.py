@@ -61,13 +61,12 @@ def training_script(run_dir: Path, saved: dict) -> ModuleType:
     return importlib.import_module(f"leanrl.{name}")
 
 
-def load_policy(run_dir: Path, saved: dict, envs: VectorEnv) -> Policy:
-    """The policy of a saved model, built by the ``load_policy`` of the training script that it names.
+def load_policy(run_dir: Path, saved: dict, envs: VectorEnv, script: ModuleType) -> Policy:
+    """The policy of a saved model, built by the ``load_policy`` of its training script.
 
     Raises:
-        UsageError: the script is not one of this project's, or cannot make a policy of this model.
+        UsageError: the script cannot make a policy of this model.
     """
-    script = training_script(run_dir, saved)
     try:
         return script.load_policy(saved["model"], envs)
     except Exception as error:  # missing tensors, other shapes: whatever the script makes of a foreign file
@@ -76,7 +75,13 @@ def load_policy(run_dir: Path, saved: dict, envs: VectorEnv) -> Policy:
 
 
 def play(
-    run_dir: Path, episodes: int, seed: int = 0, video: Path | None = None, sticky: bool = False, file: str = "model.pt"
+    run_dir: Path,
+    episodes: int,
+    seed: int = 0,
+    video: Path | None = None,
+    sticky: bool = False,
+    file: str = "model.pt",
+    script: ModuleType | None = None,
 ) -> list[float]:
     """Plays ``episodes`` whole episodes with the saved policy; the same arguments give the same returns.
 
@@ -87,6 +92,7 @@ def play(
         video: where to write the first episode as mp4, in the time of its environment; None for no video.
         sticky: whether the actions stick; for Atari games.
         file: the model's, in ``run_dir``.
+        script: that trained it; by default the one of this project's that it names.
 
     Returns:
         the undiscounted return of each episode; of Atari games the whole score, over all lives.
@@ -95,14 +101,15 @@ def play(
         UsageError: no usable model, or nothing here that can render.
     """
     saved = load_model(run_dir, file)
-    protocol = atari_protocol(training_script(run_dir, saved), saved["args"])
+    script = script or training_script(run_dir, saved)
+    protocol = atari_protocol(script, saved["args"])
     if sticky and protocol is None:
         raise UsageError(f"--sticky: {saved['args']['env_id']} has none; sticky actions are for Atari games")
     protocol = protocol and protocol.for_evaluation(sticky)
     envs = make_evaluation_envs(saved["args"], seed, video is not None, protocol)
     returns = []
     with closing(envs):
-        policy = load_policy(run_dir, saved, envs)
+        policy = load_policy(run_dir, saved, envs, script)
         obs, _ = envs.reset()
         # disable=None: only on a terminal.
         for episode in tqdm(range(episodes), run_dir.resolve().name, unit="episode", leave=False, disable=None):

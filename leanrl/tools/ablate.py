@@ -48,10 +48,10 @@ def expand(names: Sequence[str]) -> list[Row]:
 def measure(row: Row, repeats: int, report=lambda line: None) -> dict:
     """Runs both sides in turn, A B, B A, ...; gains are taken within a pair, since the machine's speed drifts."""
     sides = [Contender(side, tuple(row.command(side))) for side in ("without", "with")]
-    turns = []
-    for seed, pair in rounds_of(sides, range(1, repeats + 1)):
+    turns = [{} for _ in range(repeats)]
+    for seed, side in rounds_of(sides, range(1, repeats + 1)):
         report(f"{row.trick} {seed}/{repeats}")
-        turns.append({side.label: seconds_of(row, side, seed) for side in pair})
+        turns[seed - 1][side.label] = seconds_of(row, side, seed)
     saved = statistics.median(turn["without"] - turn["with"] for turn in turns)
     return {
         "group": row.group,

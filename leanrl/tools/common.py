@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 import tyro
 
-from leanrl.support.errors import UsageError, bad
+from leanrl.support.errors import UsageError, bad, pip_command
 from leanrl.support.run import machine_facts, write_json_atomically
 
 Args = TypeVar("Args")
@@ -27,9 +27,9 @@ COLORS = ("#7f7f7f", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e6
 def run_tool(main: Callable[[Args], int | None], args_type: type[Args]) -> None:
     """Entry point of every tool: parses the command line, calls ``main(args)`` and exits with what it returns.
 
-    The module's docstring is the help text. A UsageError becomes one line on stderr and exit code 2; Ctrl-C becomes
-    exit code 130 without a traceback. SIGTERM and a closed terminal unwind the tool too, so that it can end what it
-    has started.
+    The module's docstring is the help text. A UsageError, or a package that is missing, becomes one line on stderr and
+    exit code 2; Ctrl-C becomes exit code 130 without a traceback. SIGTERM and a closed terminal unwind the tool too, so
+    that it can end what it has started.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
@@ -39,8 +39,9 @@ def run_tool(main: Callable[[Args], int | None], args_type: type[Args]) -> None:
     try:
         args = tyro.cli(args_type, prog=f"python -m leanrl.tools.{tool}", description=module.__doc__)
         raise SystemExit(main(args))
-    except UsageError as error:
-        print(f"{tool}: {error}", file=sys.stderr)
+    except (UsageError, ModuleNotFoundError) as error:
+        remedy = "" if isinstance(error, UsageError) else f"; {pip_command('dev')}"
+        print(f"{tool}: {error}{remedy}", file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         print(f"\n{tool}: interrupted", file=sys.stderr)

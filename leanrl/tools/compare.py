@@ -31,22 +31,9 @@ import tyro
 
 from leanrl.support.envs import near_names
 from leanrl.support.errors import bad
-from leanrl.tools import common
+from leanrl.tools import common, trials
 from leanrl.tools.peers import PACKAGES, PEERS
-from leanrl.tools.trials import (
-    RESERVED_FLAGS,
-    Contender,
-    Trial,
-    check_flags,
-    contenders_of,
-    peer_of,
-    require_distinct,
-    require_valid,
-    run_trials,
-    running_mean,
-    script_and_flags,
-    target_device,
-)
+from leanrl.tools.trials import Contender, Trial
 
 
 @dataclass
@@ -67,25 +54,25 @@ class Args(common.OutArgs):
 
 
 def main(args: Args) -> int:
-    require_distinct(args, "contenders", "seeds")
+    trials.require_distinct(args, "contenders", "seeds")
     flag, values = swept(args.sweep)
-    reserved = (*RESERVED_FLAGS, "--max-seconds", f"--{flag}")
-    check_flags(args.script_args, reserved)
+    reserved = (*trials.RESERVED_FLAGS, "--max-seconds", f"--{flag}")
+    trials.check_flags(args.script_args, reserved)
     for entry in args.contenders:
-        check_flags(entry.split()[1:], (*reserved, "--device"))
-    device = target_device(args.script_args)
+        trials.check_flags(entry.split()[1:], (*reserved, "--device"))
+    device = trials.target_device(args.script_args)
     flags = [f"--total-timesteps={args.total_timesteps}", f"--max-seconds={args.max_seconds}", *args.script_args]
-    contenders = contenders_of(args.contenders, "contenders", device, flags)
+    contenders = trials.contenders_of(args.contenders, "contenders", device, flags)
     # Those at one value are neighbours in time.
     points = {value: [at_value(contender, flag, value) for contender in contenders] for value in values}
     every = [*itertools.chain(*points.values())]
     for contender in every:
-        require_valid(contender)
+        trials.require_valid(contender)
     out = common.results_folder(args, "compare")
-    trials = run_trials(every, args.seeds, out / "runs")
+    results = trials.run_trials(every, args.seeds, out / "runs")
     labels = {value: [contender.label for contender in group] for value, group in points.items()}
-    write(out, make_record("compare", trials, labels, device, flag))
-    return 130 if len(trials) < len(every) * len(args.seeds) else int(any(trial.failure for trial in trials))
+    write(out, make_record("compare", results, labels, device, flag))
+    return 130 if len(results) < len(every) * len(args.seeds) else int(any(trial.failure for trial in results))
 
 
 # -------------------------------------------------------------------------------------------------------------- SWEEPS
@@ -100,7 +87,7 @@ def swept(sweep: Sequence[str]) -> tuple[str | None, list[str | None]]:
     if not sweep:
         return None, [None]
     flag, *values = sweep[0].replace("_", "-"), *sweep[1:]
-    if f"--{flag}" in (*RESERVED_FLAGS, "--max-seconds", "--device"):
+    if f"--{flag}" in (*trials.RESERVED_FLAGS, "--max-seconds", "--device"):
         raise bad("sweep", sweep, f"--{flag} is set by this tool itself, see --help")
     try:
         numbers = {float(value) for value in values}
@@ -115,7 +102,7 @@ def at_value(contender: Contender, flag: str | None, value: str | None) -> Conte
     """A contender with the swept flag, under a label that tells it; itself where none is."""
     if flag is None:
         return contender
-    known = [field.name.replace("_", "-") for field in fields(script_and_flags(contender)[0].Args)]
+    known = [field.name.replace("_", "-") for field in fields(trials.script_and_flags(contender)[0].Args)]
     if flag not in known:
         raise bad("sweep", flag, f"{contender.label} has no such flag{near_names(flag, known)}")
     word = f"--{flag}={value}"
@@ -135,17 +122,17 @@ def lines_of(rows: Sequence[dict], flag: str) -> dict[str, dict[str, dict]]:
 
 def make_record(
     tool: str,
-    trials: Sequence[Trial],
+    results: Sequence[Trial],
     labels: Mapping[str | None, Sequence[str]],
     device: torch.device,
     sweep: str | None = None,
 ) -> dict:
     """What the JSON holds, of ``labels`` by the value of the flag ``sweep``, or by None without."""
-    peers = filter(None, map(peer_of, itertools.chain(*labels.values())))
+    peers = filter(None, map(trials.peer_of, itertools.chain(*labels.values())))
     packages = {package for peer in peers for package in PACKAGES[PEERS[peer].module]}
-    rows = [{"value": value, **row} for value, group in labels.items() for row in summarize(trials, group)]
+    rows = [{"value": value, **row} for value, group in labels.items() for row in summarize(results, group)]
     record = common.benchmark_record(tool, device, sorted(packages))
-    return {**record, "sweep": sweep, "rows": rows, "runs": [asdict(trial) for trial in trials]}
+    return {**record, "sweep": sweep, "rows": rows, "runs": [asdict(trial) for trial in results]}
 
 
 def write(out: Path, record: dict) -> None:
@@ -154,13 +141,13 @@ def write(out: Path, record: dict) -> None:
     common.write_results(out, "compare", record, text, draw(record))
 
 
-def summarize(trials: Sequence[Trial], labels: Sequence[str]) -> list[dict]:
+def summarize(results: Sequence[Trial], labels: Sequence[str]) -> list[dict]:
     """One row a contender: what was measured in each of its runs that did not fail, and why the others did.
 
     Returns are those at ``return_step``, the last step that all these runs have reached. Speeds are divided by that of
     each peer, in the setting with which it is fastest, or by that of the first contender where there is no peer.
     """
-    good = {label: [trial for trial in trials if trial.label == label and not trial.failure] for label in labels}
+    good = {label: [trial for trial in results if trial.label == label and not trial.failure] for label in labels}
 
     def measured(label: str, key: str) -> list[float]:
         return [trial.summary[key] for trial in good[label] if trial.summary[key] is not None]
@@ -173,7 +160,7 @@ def summarize(trials: Sequence[Trial], labels: Sequence[str]) -> list[dict]:
     return_step = min(itertools.chain(*(measured(label, "global_step") for label in labels)), default=0)
     # A peer's fastest setting is the last one here.
     rising = sorted(labels, key=lambda label: statistics.median(measured(label, "sps") or [0.0]))
-    baselines = {f"vs {peer}": label for label in [*labels, *rising] if (peer := peer_of(label))}
+    baselines = {f"vs {peer}": label for label in [*labels, *rising] if (peer := trials.peer_of(label))}
     baselines = baselines or {"speed-up": labels[0]}
     return [
         {
@@ -185,7 +172,7 @@ def summarize(trials: Sequence[Trial], labels: Sequence[str]) -> list[dict]:
             "episodic_return": [float(mean) for t in good[label] for mean in points_until(t, return_step)[1][-1:]],
             "global_step": measured(label, "global_step"),
             "peak_memory_mb": [trial.peak_memory_mb for trial in good[label] if trial.peak_memory_mb],
-            "failures": [trial.failure for trial in trials if trial.label == label and trial.failure],
+            "failures": [trial.failure for trial in results if trial.label == label and trial.failure],
         }
         for label in labels
     ]
@@ -195,7 +182,7 @@ def points_until(trial: Trial, step: float) -> tuple[list[dict], np.ndarray]:
     """The log points of a run up to ``step`` at which episodes had ended; at each the mean return of the last 100."""
     points = [p for p in trial.metrics if p["global_step"] <= step and p.get("charts/episodic_return") is not None]
     episodes = np.diff([point["charts/episodes"] for point in points], prepend=0)
-    return points, running_mean([point["charts/episodic_return"] for point in points], episodes)
+    return points, trials.running_mean([point["charts/episodic_return"] for point in points], episodes)
 
 
 def render_table(rows: Sequence[dict], sweep: str | None = None) -> str:
@@ -257,7 +244,7 @@ def draw(record: dict):
 
     Where episodes had ended, also their return against steps, as far as all have come, and against wall clock.
     """
-    rows, trials = record["rows"], [Trial(**run) for run in record["runs"]]
+    rows, results = record["rows"], [Trial(**run) for run in record["runs"]]
     if record["sweep"]:
         figure = common.new_figure(9, 5 + 0.23 * len(lines_of(rows, record["sweep"])))
         draw_sweep(figure, rows, record["sweep"])
@@ -268,8 +255,8 @@ def draw(record: dict):
         draw_speeds(bars, rows)
         if curves:
             steps, clock = curves
-            draw_returns(steps, trials, rows, "global_step", "environment steps", rows[0]["return_step"])
-            draw_returns(clock, trials, rows, "charts/wall_seconds", "seconds of wall clock, warm-up included")
+            draw_returns(steps, results, rows, "global_step", "environment steps", rows[0]["return_step"])
+            draw_returns(clock, results, rows, "charts/wall_seconds", "seconds of wall clock, warm-up included")
     width = int(11 * figure.get_figwidth())
     figure.suptitle("\n".join(textwrap.fill(line, width) for line in title(record).splitlines()), fontsize=11)
     return figure
@@ -329,11 +316,11 @@ def draw_sweep(figure, rows: Sequence[dict], flag: str) -> None:
 
 
 def draw_returns(
-    axes, trials: Sequence[Trial], rows: Sequence[dict], x_key: str, x_label: str, last_step: float = math.inf
+    axes, results: Sequence[Trial], rows: Sequence[dict], x_key: str, x_label: str, last_step: float = math.inf
 ) -> None:
     """Return of the last 100 episodes against ``x_key``: a line for each seed, colours as in the bars."""
     colors = dict(zip([row["label"] for row in rows], itertools.cycle(common.COLORS)))
-    for trial in trials:
+    for trial in results:
         points, means = points_until(trial, last_step)
         if points and not trial.failure:
             x = [point[x_key] for point in points]

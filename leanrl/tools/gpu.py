@@ -135,7 +135,7 @@ def examine(args: Args, device: torch.device) -> int:
     """Checks and measures; the exit code, 1 where a check or a run has failed, in this call or an earlier one."""
     contenders = {name: measured_contenders(name, device, args.leanrl) for name in args.algorithms}
     out = common.results_folder(args, "gpu")
-    checks = earlier_checks(out, device)
+    checks = {row["check"]: row for row in trials.earlier_record(out, "gpu", device).get("checks", ())}
     end = Deadline.within(args.seconds)
 
     def write_checks() -> None:
@@ -185,23 +185,6 @@ def examine(args: Args, device: torch.device) -> int:
     return 1 if failed else 0
 
 
-def earlier_checks(out: Path, device: torch.device) -> dict[str, dict]:
-    """The checks that an earlier call has left in ``out``, by name. UsageError: of another commit or GPU."""
-    record = trials.read_json(out / "gpu.json")
-    if not record:
-        return {}
-    ours, theirs = (
-        [machine["git_commit"], machine["device_name"]]
-        for machine in (common.benchmark_record("gpu", device)["machine"], record["machine"])
-    )
-    if ours != theirs:
-        raise bad("out", out, f"its gpu.json is of {theirs[0]} on {theirs[1]}; go on there, or take another folder")
-    if ours[0] is None or ours[0].endswith("-dirty"):
-        what = "the scripts may have changed since its gpu.json: commit them, or name the commit in GIT_COMMIT"
-        raise bad("out", out, f"{what}; or take another folder")
-    return {row["check"]: row for row in record["checks"]}
-
-
 def check(deadline: Deadline, passed: Collection[str], folder: Path) -> Iterator[dict | None]:
     """Runs the tests that need a GPU, several files at once.
 
@@ -237,7 +220,7 @@ def check(deadline: Deadline, passed: Collection[str], folder: Path) -> Iterator
 def turns_of(contenders: dict[Name, list[Contender]], rounds: int) -> list[tuple[Name, Contender, int]]:
     """(algorithm, contender, round) in their order, which turns around with every round, but for what counts most."""
     every = [(name, contender) for name, group in contenders.items() for contender in group]
-    turns = [(*turn, seed) for seed, group in trials.rounds_of(every, range(1, rounds + 1)) for turn in group]
+    turns = [(*turn, seed) for seed, turn in trials.rounds_of(every, range(1, rounds + 1))]
     return sorted(turns, key=lambda turn: (turn[2], not counts_most(turn[1])))
 
 

@@ -23,7 +23,7 @@ import tyro
 
 from leanrl.support.errors import UsageError, bad, require_at_least
 from leanrl.tools.common import run_tool
-from leanrl.tools.trials import REPOSITORY, SCRIPTS, Deadline, bare, require_distinct, run_child
+from leanrl.tools.trials import REPOSITORY, SCRIPTS, Deadline, check_flags, require_distinct, run_child
 
 ADDED = ("--env-id", "--seed", "--run-name", "--resume")
 SIZES = ("num_seeds", "workers", "slurm_ntasks", "slurm_nodes", "slurm_gpus_per_task", "slurm_cpus_per_gpu")
@@ -67,9 +67,7 @@ def commands(args: Args, stamp: str) -> list[list[str]]:
     name = Path(args.command[0]).name if args.command else ""
     if name not in known:
         raise UsageError(f"-- {name}: name a script after --; there are {', '.join(known)}")
-    for word in args.command[1:]:
-        if bare(word) in ADDED:
-            raise UsageError(f"-- {word}: is set by this tool itself, see --help")
+    check_flags(args.command[1:], ADDED)
     script = SCRIPTS / name
     return [
         [
@@ -120,15 +118,12 @@ def main(args: Args) -> int:
     require_at_least(args, 0, "start_seed")
     stamp = time.strftime("%Y%m%d-%H%M%S")
     lines = commands(args, stamp)
-    if args.slurm_template is not None:
-        job = slurm_job(args, lines)
-        if not args.dry_run:
-            return submit(args, job, stamp)
-        print(job)
-        return 0
+    job = args.slurm_template and slurm_job(args, lines)
     if args.dry_run:
-        print("\n".join(shlex.join(line) for line in lines))
+        print(job or "\n".join(map(shlex.join, lines)))
         return 0
+    if job:
+        return submit(args, job, stamp)
 
     deadline = Deadline(math.inf)
 

@@ -48,6 +48,7 @@ from fractions import Fraction
 from functools import partial
 from typing import Any, NamedTuple
 
+import cloudpickle
 import numpy as np
 import torch
 
@@ -386,6 +387,7 @@ def learn(model, run: Run, timing: Timing) -> None:
                 run.record_episodes(returns[i][seen:], lengths[i][seen:])
                 self.episodes_seen[i] = len(returns[i])
 
+    run.model = partial(snapshot, sb3_actions, model.policy, model.get_vec_normalize_env())
     model.learn(run.total_steps, callback=Recorder())
 
 
@@ -400,6 +402,9 @@ def learn_rl_games(runner, run: Run, timing: Timing) -> None:
 
         def after_init(self, algo) -> None:
             self.algo = algo
+            # TorchScript's module of the moments cannot be pickled.
+            parts = algo.model.a2c_network, algo.model.running_mean_std.state_dict(), algo.env_info["action_space"]
+            run.model = partial(snapshot, rl_games_actions, *parts)
 
         def process_infos(self, infos: dict, done_indices: torch.Tensor) -> None:
             # Before it forgets the episodes that have ended.
@@ -425,6 +430,37 @@ def learn_rl_games(runner, run: Run, timing: Timing) -> None:
     # Started again after the warm-up; a run interrupted before that has a speed too.
     run.start_clock()
     runner.run_train({})
+
+
+# ------------------------------------------------------------------------------------------------------------- PLAYING
+
+
+def snapshot(actions: Callable, *of) -> dict:
+    """What a peer keeps of its policy: ``actions(*of, obs)``."""
+    return {"policy": cloudpickle.dumps(partial(actions, *of))}
+
+
+def load_policy(model: dict, envs) -> Callable[[np.ndarray], np.ndarray]:
+    """The policy of a snapshot, as the scripts' functions of this name."""
+    return cloudpickle.loads(model["policy"])
+
+
+def sb3_actions(policy, normalizer, obs: np.ndarray) -> np.ndarray:
+    """The best actions of a policy of SB3 or SBX; sampled ones on Atari, as ours."""
+    if normalizer is not None:
+        obs = normalizer.normalize_obs(obs)
+    return policy.predict(obs, deterministic=obs.ndim == 2)[0]
+
+
+@torch.no_grad()
+def rl_games_actions(network, moments: dict, space, obs: np.ndarray) -> np.ndarray:
+    """The means of a policy of rl_games; observations are normalised and actions scaled as by its player."""
+    from rl_games.algos_torch.players import rescale_actions
+
+    deviation = (moments["running_var"] + 1e-5).sqrt()
+    normalized = ((torch.as_tensor(obs) - moments["running_mean"]) / deviation).clamp(-5.0, 5.0)
+    means, *_ = network.eval()({"obs": normalized.float()})
+    return rescale_actions(*map(torch.as_tensor, (space.low, space.high)), means.clamp(-1.0, 1.0)).numpy()
 
 
 # --------------------------------------------------------------------------------------------------------------- PEERS
@@ -517,6 +553,7 @@ def main(name: str, argv: list[str]) -> None:
     device = torch.device("cpu") if peer.module == "sbx" else model.device
     with Run(args, f"{name.partition(':')[0]}.py", device, total_steps) as run:
         peer.learn(model, run, timing)
+        run.model = None  # what `finish` would say of it is true of our scripts only
         run.finish({})
     envs.close()
 

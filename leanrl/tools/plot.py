@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 from leanrl.sebulba.records import TIMELINE_FILE
 from leanrl.support.cli import RunArgs, read_args_json
-from leanrl.support.errors import UsageError, bad, pip_command, require_at_least
+from leanrl.support.errors import UsageError, bad, require_at_least
 from leanrl.support.tracking import read_metrics
 from leanrl.tools.common import COLORS, clean, markdown_table, mean_std, new_figure, run_tool
 from leanrl.tools.trials import read_json, running_mean
@@ -202,15 +202,6 @@ def estimate_iqm(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray
     return iqm["group"], *interval["group"]
 
 
-def require_rliable() -> None:
-    """UsageError unless rliable can be imported."""
-    try:
-        import rliable.library  # noqa: F401
-    except Exception as error:  # with pandas 3, arch 7, which rliable needs, dies of a TypeError
-        reason = f"{type(error).__name__}: {error}"
-        raise UsageError(f"rliable cannot be imported ({reason}); {pip_command('dev')}") from None
-
-
 def estimate_band(curves: Sequence[Curve], axis: str) -> Band:
     """The band of one group's smoothed curves against ``axis`` (global_step or wall_seconds)."""
     xs = [curve[axis].to_numpy() for curve in curves]
@@ -346,7 +337,6 @@ def draw_curves(args: Args) -> int:
     """Draws learning curves and writes their tables."""
     if not args.runs and not args.csv:
         raise UsageError("name run directories, folders of them, or --csv FILES")
-    require_rliable()
     curves = read_curves(args.runs, args.csv)
     known = sorted({curve["env_id"].iloc[0] for curve in curves})
     if unknown := {*args.env_ids} - {*known}:

@@ -63,16 +63,13 @@ OTHER_KERNELS = "other kernels"
 REST = "calls and Python"
 """All other time."""
 
-OLD_PARTS = ("emulation", "inference", "update", "copies and Python")
-"""Those of PPO on Atari in older records."""
-
 COLUMNS = {
     **{"who": "program", "num_envs": "environments", "sps": "sps", "envpool_sps": "EnvPool alone", "kept": "kept"},
     **{"step_us": "step", "profiled_step_us": "step, profiled"},
-    **{part: part for part in (*KINDS, OTHER_KERNELS, REST, *OLD_PARTS)},
+    **{part: part for part in (*KINDS, OTHER_KERNELS, REST, "emulation", "inference", "update", "copies and Python")},
     **{"mflop": "MFLOP", "floor_us": "floor of the products", "envs_us": "environments alone", "floors": "floors"},
 }
-"""What a row may hold -> the column that shows it."""
+"""What a row may hold -> the column that shows it; older records have parts and floors of their own."""
 
 ALONE_SECONDS = 3.0
 """for which the environments are timed"""
@@ -318,12 +315,7 @@ def sps_alone(envs) -> float:
 
 def render(record: dict) -> str:
     """A table of the record's ``rows``."""
-    rows = []
-    for row in record["rows"]:
-        rows.append({**row, **row["parts_us"]})
-        if "floors_us" in row:  # an older record
-            rows[-1]["kept"] = f"{row['sps'] / row['envpool_sps']:.0%}"
-            rows[-1]["floors"] = " + ".join(f"{row['floors_us'][part]:,.0f}" for part in OLD_PARTS[:3])
+    rows = [{**row, **row["parts_us"]} for row in record["rows"]]
     columns = [key for key in COLUMNS if any(key in row for row in rows)]
     cells = [[x if isinstance(x := row.get(key, "-"), str) else f"{x:,.0f}" for key in columns] for row in rows]
     legend = "Microseconds of an environment step; the parts are those of the profiled one."

@@ -7,7 +7,7 @@ played afterwards, off the clock. A run that takes three times the expected time
 
 The holder of the record and the contenders run in turn, a process each, with TorchInductor's cache cold (empty) and
 warm (filled by a short run before); the order turns around from seed to seed and ratios are taken within a seed. The
-seeds of records are 101 to 103; others are for tuning.
+seeds of records are 101 to 103; others are for tuning. The same call with the same --out goes on where one has ended.
 
     python -m leanrl.tools.speedrun cartpole
     python -m leanrl.tools.speedrun cartpole --contenders "pqn_torchcompile:compile --num-envs 16" --cache warm
@@ -18,12 +18,13 @@ seeds of records are 101 to 103; others are for tuning.
 import itertools
 import math
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
@@ -33,7 +34,8 @@ from tqdm import tqdm
 
 from leanrl.support.errors import bad
 from leanrl.support.evaluation import play
-from leanrl.tools import common, trials
+from leanrl.support.run import write_json_atomically
+from leanrl.tools import common, peers, trials
 
 EPISODES = 10
 """of each snapshot's evaluation"""
@@ -82,7 +84,7 @@ class Args(common.OutArgs):
     task: tyro.conf.Positional[str]
     """cartpole, cheetah5k, cheetah10k, cheetah-run, hopper, pong or breakout"""
     contenders: tuple[str, ...] = ()
-    """SCRIPT[:MODE] and its flags each, beside the record's holder, which always runs"""
+    """SCRIPT[:MODE] or PEER (sb3:SAC) and its flags each, beside the record's holder, which always runs"""
     seeds: tuple[int, ...] = (1, 2, 3)
     """every contender runs once with each"""
     cache: Literal["cold", "warm", "both"] = "both"
@@ -98,28 +100,32 @@ def main(args: Args) -> int:
     contenders = chosen(task := TASKS[args.task], args)
     out = common.results_folder(args, "speedrun")
     caches = ("cold", "warm") if args.cache == "both" else (args.cache,)
+    device = trials.target_device(args.script_args)
+    runs = trials.earlier_record(out, "speedrun", device).get("runs", [])
     # One observation at a time is no work for two threads.
     torch.set_num_threads(1)
-    rounds = trials.rounds_of(contenders, args.seeds)
-    order = [(seed, cache, contender) for seed, group in rounds for cache in caches for contender in group]
-    runs = []
-    try:
-        for position, (seed, cache, contender) in enumerate(order, start=1):
-            print(f"[{position}/{len(order)}] {contender.label}, seed {seed}, {cache} cache", flush=True)
-            with tempfile.TemporaryDirectory() as folder:
-                variables = {"TORCHINDUCTOR_CACHE_DIR": folder}
-                if cache == "warm":
-                    short = replace(contender, command=(*contender.command, "--max-seconds=1"))
-                    trials.run_trial(short, seed, out / "runs" / "filling", variables=variables)
-                runs.append({"cache": cache, **timed(task, variables, contender, seed, out / "runs" / cache)})
-    except KeyboardInterrupt:
-        if not runs:
-            raise
-        print("\ninterrupted: the results of the runs so far", file=sys.stderr, flush=True)
-    device = trials.target_device(args.script_args)
-    record = common.benchmark_record("speedrun", device) | {"task": args.task, **task._asdict(), "runs": runs}
-    common.write_results(out, "speedrun", record, f"{title(record)}\n\n{render_table(record)}", draw(record))
-    return 130 if len(runs) < len(order) else int(any(run["failure"] for run in runs))
+
+    def record() -> dict:
+        return common.benchmark_record("speedrun", device) | {"task": args.task, **task._asdict(), "runs": runs}
+
+    def run(seed: int, cache: str, contender: trials.Contender) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            variables = {"TORCHINDUCTOR_CACHE_DIR": folder}
+            if cache == "warm":
+                short = replace(contender, command=(*contender.command, "--max-seconds=1"))
+                trials.run_trial(short, seed, out / "runs" / "filling", variables=variables)
+            runs.append({"cache": cache, **timed(task, variables, contender, seed, out / "runs" / cache)})
+        write_json_atomically(out / "speedrun.json", record())
+
+    known = {(run["seed"], run["cache"], run["label"]) for run in runs}
+    rounds = trials.rounds_of([*itertools.product(caches, contenders)], args.seeds)
+    turns = [(seed, cache, own) for seed, (cache, own) in rounds if (seed, cache, own.label) not in known]
+    ended = trials.in_turn(
+        {f"{own.label}, seed {seed}, {cache} cache": partial(run, seed, cache, own) for seed, cache, own in turns}
+    )
+    final = record()
+    common.write_results(out, "speedrun", final, f"{title(final)}\n\n{render_table(final)}", draw(final))
+    return 130 if len(ended) < len(turns) else int(any(run["failure"] for run in runs))
 
 
 def chosen(task: Task, args: Args) -> list[trials.Contender]:
@@ -131,8 +137,6 @@ def chosen(task: Task, args: Args) -> list[trials.Contender]:
     flags = [f"--env-id={task.env_id}", "--checkpoint-every=None", f"--snapshot-seconds={task.seconds / SNAPSHOTS}"]
     contenders = trials.contenders_of(entries, "contenders", device, [*flags, *args.script_args])
     for contender in contenders:
-        if trials.peer_of(contender.label):
-            raise bad("contenders", contender.label, "keeps no snapshots")
         trials.require_valid(contender)
     # Its flags, in a table, would hide its times.
     return [replace(contenders[0], label=f"{task.holder.partition(':')[0]} (holder)"), *contenders[1:]]
@@ -149,7 +153,7 @@ def timed(task: Task, variables: dict[str, str], contender: trials.Contender, se
     trial = trials.run_trial(contender, seed, runs_dir, deadline, variables=variables)
     ended = time.time() - start
     failure = None if trial.was_cut_off else trial.failure
-    snapshots = [] if failure else evaluate(Path(trial.run_dir), start, limit, task.target)
+    snapshots = [] if failure else evaluate(contender, Path(trial.run_dir), start, limit, task.target)
     return {
         "label": contender.label,
         "seed": seed,
@@ -163,9 +167,12 @@ def timed(task: Task, variables: dict[str, str], contender: trials.Contender, se
     }
 
 
-def evaluate(run_dir: Path, start: float, limit: float, target: float) -> list[dict]:
+def evaluate(contender: trials.Contender, run_dir: Path, start: float, limit: float, target: float) -> list[dict]:
     """Plays a run's snapshots in order, those after ``limit`` left out, until the target is reached for good."""
     snapshots = []
+    script, _ = trials.script_and_flags(contender)
+    if trials.peer_of(contender.label):  # whose policies only `peers` can load
+        script = SimpleNamespace(load_policy=peers.load_policy, PROTOCOL=getattr(script, "PROTOCOL", None))
     # disable=None: only on a terminal.
     files = tqdm(sorted(run_dir.glob("snapshots/*.pt")), desc="evaluating", unit="snapshot", leave=False, disable=None)
     for number, path in enumerate(files):
@@ -173,7 +180,7 @@ def evaluate(run_dir: Path, start: float, limit: float, target: float) -> list[d
         seconds = content["time"] - start
         if seconds > limit or reached(snapshots, target) is not None:
             break
-        returns = play(run_dir, EPISODES, seed=number, file=f"snapshots/{path.name}")
+        returns = play(run_dir, EPISODES, seed=number, file=f"snapshots/{path.name}", script=script)
         snapshots.append({"seconds": seconds, "global_step": content["global_step"], "returns": returns})
     return snapshots
 

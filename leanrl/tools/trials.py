@@ -13,9 +13,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -28,6 +29,7 @@ from leanrl.support.devices import resolve_device
 from leanrl.support.envs import near_names
 from leanrl.support.errors import UsageError, bad
 from leanrl.support.tracking import read_metrics
+from leanrl.tools.common import benchmark_record
 from leanrl.tools.peers import PEERS, install, plan
 
 SCRIPTS = Path(__file__).parents[1]
@@ -282,35 +284,45 @@ def require_valid(contender: Contender, num_groups: int = 1) -> None:
         plan(peer, args)
 
 
-def rounds_of(contenders: Sequence[Contender], seeds: Sequence[int]) -> Iterator[tuple[int, Sequence[Contender]]]:
-    """A B C, then C B A, ... so that a machine that slows down favours none of them; with the seed of each round."""
-    for i, seed in enumerate(seeds):
-        yield seed, contenders[:: -1 if i % 2 else 1]
+def rounds_of(contenders: Sequence, seeds: Sequence[int]) -> list[tuple]:
+    """A B C, then C B A, ... so that a machine that slows down favours none; each with the seed of its round."""
+    return [(seed, contender) for i, seed in enumerate(seeds) for contender in contenders[:: -1 if i % 2 else 1]]
 
 
 def run_trials(contenders: Sequence[Contender], seeds: Sequence[int], runs_dir: Path) -> list[Trial]:
-    """Runs every contender with every seed, one at a time, on this terminal; a failed one does not stop the others.
-
-    Ctrl-C does, and keeps what was measured before it.
+    """Runs every contender with every seed, `in_turn` on this terminal; a failed one does not stop the others.
 
     Raises:
         SystemExit: with code 2, where a run ends with that code: bad input, which it has reported in one line.
         KeyboardInterrupt: by Ctrl-C in the first run.
     """
-    trials = []
-    order = [(contender, seed) for seed, group in rounds_of(contenders, seeds) for contender in group]
-    for position, (contender, seed) in enumerate(order, start=1):
-        print(f"[{position}/{len(order)}] {contender.label}, seed {seed}", flush=True)
-        try:
-            trials.append(trial := run_trial(contender, seed, runs_dir))
-        except KeyboardInterrupt:
-            if not trials:
-                raise
-            print("\ninterrupted: the results of the runs so far", file=sys.stderr, flush=True)
-            break
+
+    def run(contender: Contender, seed: int) -> Trial:
+        trial = run_trial(contender, seed, runs_dir)
         if trial.failure:
             print(f"{trial.label}, seed {seed}: failed ({trial.failure})", file=sys.stderr, flush=True)
-    return trials
+        return trial
+
+    turns = rounds_of(contenders, seeds)
+    return in_turn({f"{own.label}, seed {seed}": partial(run, own, seed) for seed, own in turns})
+
+
+def in_turn(runs: Mapping[str, Callable]) -> list:
+    """What ``runs`` return, called one at a time, each announced by its name. Ctrl-C keeps what came before it.
+
+    Raises:
+        KeyboardInterrupt: by Ctrl-C in the first.
+    """
+    results = []
+    try:
+        for position, (name, run) in enumerate(runs.items(), start=1):
+            print(f"[{position}/{len(runs)}] {name}", flush=True)
+            results.append(run())
+    except KeyboardInterrupt:
+        if not results:
+            raise
+        print("\ninterrupted: the results of the runs so far", file=sys.stderr, flush=True)
+    return results
 
 
 def run_trial(
@@ -456,6 +468,23 @@ def read_json(path: Path) -> dict:
 
 
 # ------------------------------------------------------------------------------------------------------------ RESULTS
+
+
+def earlier_record(out: Path, tool: str, device: torch.device) -> dict:
+    """What an earlier call has left in ``out``, to go on from. UsageError: of another commit or machine."""
+    record = read_json(out / f"{tool}.json")
+    if not record:
+        return {}
+    ours, theirs = (
+        [machine["git_commit"], machine["device_name"]]
+        for machine in (benchmark_record(tool, device)["machine"], record["machine"])
+    )
+    if ours != theirs:
+        raise bad("out", out, f"its {tool}.json is of {theirs[0]} on {theirs[1]}; go on there, or take another folder")
+    if ours[0] is None or ours[0].endswith("-dirty"):
+        what = f"the scripts may have changed since its {tool}.json: commit them, or name the commit in GIT_COMMIT"
+        raise bad("out", out, f"{what}; or take another folder")
+    return record
 
 
 def running_mean(returns: Sequence[float], episodes: Sequence[int], window: int = 100) -> np.ndarray:
