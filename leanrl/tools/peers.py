@@ -402,9 +402,12 @@ def learn_rl_games(runner, run: Run, timing: Timing) -> None:
 
         def after_init(self, algo) -> None:
             self.algo = algo
+            run.model = self.snapshot
+
+        def snapshot(self) -> dict:
             # TorchScript's module of the moments cannot be pickled.
-            parts = algo.model.a2c_network, algo.model.running_mean_std.state_dict(), algo.env_info["action_space"]
-            run.model = partial(snapshot, rl_games_actions, *parts)
+            model, space = self.algo.model, self.algo.env_info["action_space"]
+            return snapshot(rl_games_actions, model.a2c_network, model.running_mean_std.state_dict(), space)
 
         def process_infos(self, infos: dict, done_indices: torch.Tensor) -> None:
             # Before it forgets the episodes that have ended.
