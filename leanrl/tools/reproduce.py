@@ -183,10 +183,11 @@ def main(args: Args) -> int:
     for script in args.scripts:
         if script not in DISTRIBUTED:
             raise bad("scripts", script, f"is no distributed script; there are {', '.join(DISTRIBUTED)}")
-        for layout in args.layouts:
-            run = Run(script, layout, min(args.lags), True, 1)
-            *_, num_groups = parse_layout(layout)
-            require_valid(Contender(run.name, tuple(command(run, args, Path()))), num_groups)
+    runs = [Run(script, layout, min(args.lags), True, 1) for script in args.scripts for layout in args.layouts]
+    contenders = [Contender(run.name, tuple(command(run, args, Path()))) for run in runs]
+    for run, contender in zip(runs, contenders, strict=True):
+        *_, num_groups = parse_layout(run.layout)
+        require_valid(contender, num_groups)
     out = common.results_folder(args, "reproduce")
     rows = []
     for script in args.scripts:
