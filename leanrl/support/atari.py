@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from leanrl.support.envs import EnvPoolVectorEnv, env_seeds, near_names, require_envpool
+from leanrl.support.envs import EnvPoolVectorEnv, envpool_envs, make_envs, near_names
 from leanrl.support.errors import bad
 
 
@@ -62,12 +62,9 @@ class AtariVectorEnv(EnvPoolVectorEnv):
     # The console shows 60 frames a second, of which an agent sees every fourth.
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP, "render_fps": 15}
 
-    def __init__(self, env_id: str, seeds: list[int], **options) -> None:
-        super().__init__(env_id, seeds, **options)
-        self._episodic_life = options["episodic_life"]
-
     def reset(self, *, seed=None, options=None) -> tuple[np.ndarray, dict]:
         obs, infos = super().reset()
+        self._episodic_life = self._pool.config["episodic_life"]
         self._lives = infos["lives"].copy()
         self._plays_on = np.zeros(self.num_envs, bool)  # the next step resets after a lost life
         return obs, infos
@@ -98,19 +95,10 @@ def whole_games(rewards: np.ndarray, dones: np.ndarray, infos: dict) -> tuple[np
 
 def atari_games() -> list[str]:
     """The names of all games, as in ``Breakout-v5``; UsageError where EnvPool is missing."""
-    specs = require_envpool().registration.registry.specs
-    return sorted(name for name, (module, *_) in specs.items() if module == "envpool.atari")
+    return sorted(name for name, module in envpool_envs().items() if module == "envpool.atari")
 
 
-def make_atari_envs(
-    env_id: str,
-    num_envs: int,
-    seed: int,
-    protocol: AtariProtocol = CLEANRL,
-    start: int = 0,
-    first_index: int = 0,
-    **options,
-) -> AtariVectorEnv:
+def make_atari_envs(env_id: str, num_envs: int, seed: int, protocol: AtariProtocol, **options) -> AtariVectorEnv:
     """One synchronous pool of an Atari game: the same seed gives the same games.
 
     Args:
@@ -118,9 +106,7 @@ def make_atari_envs(
         num_envs: environments of this pool.
         seed: of the run; each environment gets its own from it (``env_seeds``).
         protocol: how the game is played.
-        start: environment steps at which this process takes the run up, 0 on a fresh start.
-        first_index: the number of this pool's first environment among all of the run.
-        options: of EnvPool besides: ``num_threads``; ``render_mode="rgb_array"`` for environments that ``render``.
+        options: as ``make_envs`` takes them: ``start``, ``first_index``, ``num_threads``, ``render_mode`` ...
 
     Raises:
         UsageError: unknown game, or EnvPool is missing.
@@ -129,4 +115,4 @@ def make_atari_envs(
     if env_id not in known:
         hint = near_names(env_id.replace("NoFrameskip-v4", "-v5"), known) or "; they are named as in Breakout-v5"
         raise bad("env_id", env_id, f"is not an Atari game of EnvPool{hint}")
-    return AtariVectorEnv(env_id, env_seeds(seed, num_envs, first_index, start), **vars(protocol), **options)
+    return make_envs(env_id, num_envs, seed, "envpool", pool_type=AtariVectorEnv, **vars(protocol), **options)

@@ -96,15 +96,6 @@ class SerialVectorEnv(SyncVectorEnv):
         return self.envs[0].render()
 
 
-def _pendulum_tip(obs: np.ndarray) -> np.ndarray:
-    """Height [N] of InvertedDoublePendulum's tip, from the sines and cosines of two joints, 0.6 m of pole beyond each.
-
-    Gymnasium reads that of the integrator's last stage, which is within a millimetre.
-    """
-    sin1, sin2, cos1, cos2 = obs[:, 1:5].T
-    return 0.6 * (cos1 + cos1 * cos2 - sin1 * sin2)
-
-
 # By name, all versions: whether the episodes that observations [N, ...] belong to have terminated. Gymnasium's rules;
 # comparisons are such that what is not a number is unhealthy.
 TERMINATED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -114,7 +105,9 @@ TERMINATED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "Ant": lambda obs: ~((obs[:, 0] >= 0.2) & (obs[:, 0] <= 1) & np.isfinite(obs).all(1)),
     "Humanoid": lambda obs: ~((obs[:, 0] > 1) & (obs[:, 0] < 2)),
     "InvertedPendulum": lambda obs: ~((np.abs(obs[:, 1]) <= 0.2) & np.isfinite(obs).all(1)),
-    "InvertedDoublePendulum": lambda obs: _pendulum_tip(obs) <= 1,
+    # The tip's height, from the sines and cosines of two joints, each with 0.6 m of pole beyond it. Gymnasium takes it
+    # from the integrator's last stage, which is within a millimetre.
+    "InvertedDoublePendulum": lambda obs: 0.6 * (obs[:, 3] * (1 + obs[:, 4]) - obs[:, 1] * obs[:, 2]) <= 1,
     "CartPole": lambda obs: (np.abs(obs[:, 0]) > 2.4) | (np.abs(obs[:, 2]) > np.deg2rad(12)),
     "Acrobot": lambda obs: obs[:, 1] * obs[:, 3] - obs[:, 0] * (1 + obs[:, 2]) > 1,
     "MountainCar": lambda obs: (obs[:, 0] >= 0.5) & (obs[:, 1] >= 0),
@@ -248,21 +241,21 @@ def make_env(env_id: str, **kwargs) -> gym.Env:
     return env
 
 
-def require_envpool():
-    """The module ``envpool``; UsageError where it is missing."""
+def envpool_envs() -> dict[str, str]:
+    """EnvPool's environments and the module of each, such as ``envpool.atari``; UsageError where EnvPool is missing."""
     try:
         import envpool
     except ImportError as error:
         raise UsageError(f"EnvPool: the package is missing ({error}); {pip_command('envpool')}") from None
-    return envpool
+    return {env_id: module for env_id, (module, *_) in envpool.registration.registry.specs.items()}
 
 
 def require_envpool_env(env_id: str) -> str:
-    """The part of EnvPool that has ``env_id``, such as ``envpool.atari``; UsageError where none does."""
-    known = require_envpool().registration.registry.specs
+    """EnvPool's module for ``env_id``; UsageError where it has no such environment."""
+    known = envpool_envs()
     if env_id not in known:
         raise bad("env_id", env_id, f"is not an EnvPool environment{near_names(env_id, known)}")
-    return known[env_id][0]
+    return known[env_id]
 
 
 def make_envs(
@@ -273,6 +266,8 @@ def make_envs(
     num_threads: int = 0,
     start: int = 0,
     first_index: int = 0,
+    pool_type: type[EnvPoolVectorEnv] = EnvPoolVectorEnv,
+    **options,
 ) -> VectorEnv:
     """Vectorised environments in NEXT_STEP autoreset mode.
 
@@ -283,15 +278,17 @@ def make_envs(
             choice), which pays with many environments.
         start: environment steps at which this process takes the run up, 0 on a fresh start.
         first_index: number of the first environment among all of the run.
+        pool_type: the class of EnvPool's environments.
+        options: of each environment, as ``gymnasium.make`` or ``envpool.make`` takes them.
 
     Raises:
         UsageError: unknown environment, or a missing package.
     """
     seeds = env_seeds(seed, num_envs, first_index, start)
     if backend == "gymnasium":
-        return SerialVectorEnv([make_env(env_id) for _ in range(num_envs)], seeds)
+        return SerialVectorEnv([make_env(env_id, **options) for _ in range(num_envs)], seeds)
     require_envpool_env(env_id)
-    return EnvPoolVectorEnv(env_id, seeds, num_threads)
+    return pool_type(env_id, seeds, num_threads, **options)
 
 
 def save_envs(envs: VectorEnv, episodes: EpisodeStatistics) -> dict | None:

@@ -1,12 +1,11 @@
 """Playing a saved model: whole episodes, optionally a video."""
 
 import importlib
+import io
 import math
 import os
-import sys
 from collections.abc import Callable
-from contextlib import closing, contextmanager, nullcontext
-from functools import partial
+from contextlib import closing, contextmanager, nullcontext, redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +18,7 @@ from tqdm import tqdm
 
 from leanrl.support.atari import PROTOCOLS, AtariProtocol, atari_games, make_atari_envs
 from leanrl.support.cli import read_args_json
-from leanrl.support.envs import EnvBackend, EnvPoolVectorEnv, SerialVectorEnv, env_seeds, make_env, require_envpool_env
+from leanrl.support.envs import EnvBackend, make_envs, require_envpool_env
 from leanrl.support.errors import UsageError
 
 # Far from every training environment's index, so that evaluation never replays a training seed.
@@ -27,8 +26,6 @@ EVALUATION_INDEX = 1_000_000
 
 # Some environments take 125 steps a second of their time, and without a GPU a frame of MuJoCo's takes 0.1 s to render.
 MAX_VIDEO_FPS = 30
-
-Policy = Callable[[np.ndarray], np.ndarray]
 
 
 def load_model(run_dir: Path, file: str = "model.pt") -> dict:
@@ -61,7 +58,7 @@ def training_script(run_dir: Path, saved: dict) -> ModuleType:
     return importlib.import_module(f"leanrl.{name}")
 
 
-def load_policy(run_dir: Path, saved: dict, envs: VectorEnv) -> Policy:
+def load_policy(run_dir: Path, saved: dict, envs: VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
     """The policy of a saved model, built by the ``load_policy`` of the training script that it names.
 
     Raises:
@@ -109,8 +106,15 @@ def play(
             if episode > 0:
                 # NEXT_STEP autoreset: the step after a done ignores its action and resets.
                 obs, *_ = envs.step(np.zeros(envs.action_space.shape, envs.action_space.dtype))
-            with film(envs, video) if video is not None and episode == 0 else nullcontext() as show:
-                returns.append(_play_episode(envs, policy, obs, show or (lambda step, done: None)))
+            episodic_return, step, done = 0.0, 0, False
+            with film(envs, video) if video and episode == 0 else nullcontext(lambda step, done: None) as show:
+                show(step, done)
+                while not done:
+                    obs, reward, terminated, truncated, infos = envs.step(policy(obs))
+                    episodic_return += float(reward[0])
+                    step, done = step + 1, bool(infos.get("game_over", terminated | truncated)[0])
+                    show(step, done)
+            returns.append(episodic_return)
     return returns
 
 
@@ -132,70 +136,49 @@ def make_evaluation_envs(args: dict, seed: int, rendering: bool, protocol: Atari
     env_id = args["env_id"]
     # The other backend's environment of that name has other dice, may have other observations, or may not be there.
     backend = "envpool" if protocol is not None else backend_of(args)
-    options = {}
+    options = {"num_threads": 1, "first_index": EVALUATION_INDEX}
     if rendering:
-        require_video(env_id, backend)
-        backend = drawing_backend(env_id, backend)
+        backend = require_video(env_id, backend)
         options["render_mode"] = "rgb_array"
     if protocol is not None:
-        at = {"first_index": EVALUATION_INDEX, "num_threads": 1}
-        return make_atari_envs(env_id, 1, seed, protocol, **at, **options)
-    seeds = env_seeds(seed, 1, EVALUATION_INDEX)
-    if backend == "envpool":
-        require_envpool_env(env_id)
-        return EnvPoolVectorEnv(env_id, seeds, 1, **options)
-    return SerialVectorEnv([make_env(env_id, **options)], seeds)
-
-
-def _play_episode(envs: VectorEnv, policy: Policy, obs: np.ndarray, show: Callable[[int, bool], None]) -> float:
-    """Plays on from ``obs`` until the episode (a whole game, on Atari) ends or runs out of time.
-
-    Returns:
-        the sum of its rewards.
-    """
-    episodic_return, step, done = 0.0, 0, False
-    show(step, done)
-    while not done:
-        obs, reward, terminated, truncated, infos = envs.step(policy(obs))
-        episodic_return += float(reward[0])
-        step, done = step + 1, bool(infos.get("game_over", terminated | truncated)[0])
-        show(step, done)
-    return episodic_return
+        return make_atari_envs(env_id, 1, seed, protocol, **options)
+    return make_envs(env_id, 1, seed, backend, **options)
 
 
 # ------------------------------------------------------------------------------------------------------------- VIDEO
 
 
-def require_video(env_id: str, backend: EnvBackend = "gymnasium") -> None:
-    """UsageError, with the remedy, unless this machine can film ``env_id`` of ``backend``: it draws a first frame.
+def require_video(env_id: str, backend: EnvBackend = "gymnasium") -> EnvBackend:
+    """The backend that films ``env_id`` of ``backend``, after it has drawn a first frame.
 
     For ``--capture-video``, before training.
+
+    Raises:
+        UsageError: this machine cannot film it; with the remedy.
     """
     if not find_spec("imageio_ffmpeg"):  # imageio would miss it only at the first frame
         raise UsageError("--capture-video: needs a package that is missing; pip install imageio imageio-ffmpeg")
-    in_gymnasium = drawing_backend(env_id, backend) == "gymnasium"
+    backend = drawing_backend(env_id, backend)
+    in_gymnasium = backend == "gymnasium"
     if in_gymnasium and not os.environ.get("DISPLAY"):  # MuJoCo and pygame read these when they are imported
         os.environ["MUJOCO_GL"] = os.environ.get("MUJOCO_GL") or "egl"
         os.environ["SDL_VIDEODRIVER"] = os.environ.get("SDL_VIDEODRIVER") or "dummy"
-    make = partial(make_env, env_id) if in_gymnasium else partial(EnvPoolVectorEnv, env_id, [0], 1)
-    hook = sys.unraisablehook
     # Where OpenGL fails, Gymnasium's half-made viewer raises once more when it is collected: a traceback on stderr.
-    sys.unraisablehook = lambda unraisable: None
-    try:
-        with closing(make(render_mode="rgb_array")) as env:
-            env.reset()
-            frame = env.render()
-        reason = "" if isinstance(frame, np.ndarray) and frame.ndim == 3 else "it does not render to images"
-    except UsageError:
-        raise
-    except Exception as error:  # OpenGL's many ways to be absent have no common class
-        reason = " ".join(str(error).split()) or type(error).__name__
-        if in_gymnasium and not isinstance(error, gym.error.DependencyNotInstalled):  # which names its remedy itself
-            reason += "; MuJoCo needs OpenGL: install libegl1 (Debian: apt install libegl1) and set MUJOCO_GL=egl"
-    finally:
-        sys.unraisablehook = hook
+    with redirect_stderr(io.StringIO()):
+        try:
+            with closing(make_envs(env_id, 1, 0, backend, num_threads=1, render_mode="rgb_array")) as envs:
+                envs.reset()
+                frame = envs.render()
+            reason = "" if isinstance(frame, np.ndarray) and frame.ndim == 3 else "it does not render to images"
+        except UsageError:
+            raise
+        except Exception as error:  # OpenGL's many ways to be absent have no common class
+            reason = " ".join(str(error).split()) or type(error).__name__
+            if in_gymnasium and not isinstance(error, gym.error.DependencyNotInstalled):  # names its remedy
+                reason += "; MuJoCo needs OpenGL: install libegl1 (Debian: apt install libegl1) and set MUJOCO_GL=egl"
     if reason:
         raise UsageError(f"--capture-video: cannot film {env_id} here: {reason}")
+    return backend
 
 
 def drawing_backend(env_id: str, backend: EnvBackend) -> EnvBackend:
