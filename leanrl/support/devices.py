@@ -16,9 +16,8 @@ from leanrl.support.errors import UsageError, bad, flag
 # Language, environment variable and usual command of the compiler that --compile calls: TorchInductor's own on a CPU;
 # on a GPU that of Triton, whose kernels C code launches.
 COMPILERS = {"cpu": ("C++", "CXX", "g++"), "cuda": ("C", "CC", "gcc")}
-CPUINFO = Path("/proc/cpuinfo")
-# Its words for units that multiply in bfloat16; the last one is ARM's.
-BF16_FEATURES = {"avx512_bf16", "amx_bf16", "bf16"}
+# PyTorch's names for units that multiply in bfloat16; the last one is ARM's.
+BF16_CAPABILITIES = ("avx512_bf16", "amx_bf16", "bf16")
 # Of glibc's malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 
@@ -66,8 +65,8 @@ def has_bf16_units() -> bool:
 
     Without, ``--amp bf16`` is two to three times as slow as float32.
     """
-    features = _cpuinfo("flags|Features").split()
-    return not features or not BF16_FEATURES.isdisjoint(features)
+    told = [has for name, has in torch.cpu.get_capabilities().items() if name in BF16_CAPABILITIES]
+    return any(told) or not told
 
 
 def update_threads(requested: int | None, minibatch_size: int) -> int:
@@ -145,11 +144,6 @@ def use_onednn_products() -> None:
 
 def cpu_name() -> str:
     """The processor's name as the operating system has it."""
-    return _cpuinfo("model name") or platform.processor() or platform.machine()
-
-
-def _cpuinfo(names: str) -> str:
-    """The first entry of CPUINFO by one of ``names``, ``a|b``; empty where there is none."""
-    text = CPUINFO.read_text() if CPUINFO.exists() else ""
-    entry = re.search(rf"^(?:{names})\s*:(.*)", text, re.MULTILINE)
-    return entry[1].strip() if entry else ""
+    cpuinfo = Path("/proc/cpuinfo")
+    entry = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    return entry[1].strip() if entry else platform.processor() or platform.machine()
