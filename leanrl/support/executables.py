@@ -14,11 +14,8 @@ WARMUP_CALLS = CUDAGRAPH_WARMUP + 2
 # Priority of a CUDA stream whose kernels go before those that wait on streams of the default one, 0.
 URGENT = -1
 
-# Samples from PyTorch's own generator, so that a compiled run draws what an eager one draws; and in the same order,
-# which PyTorch before 2.13 may change, here where it looks for the least memory.
+# Samples from PyTorch's own generator, so that a compiled run draws what an eager one draws.
 SAME_SAMPLES = {"fallback_random": True}
-if torch.__version__ < (2, 13):
-    SAME_SAMPLES |= {"reorder_for_peak_memory": False, "reorder_for_locality": False}
 CPU_OPTIONS = {
     **SAME_SAMPLES,
     # A CompiledStep's inputs are the same tensors for ever: their sizes need no second look.
@@ -78,8 +75,7 @@ class CompiledStep:
             # what this process compiles next takes its own None from there.
             torch._dynamo.variables.ConstantVariable.create(None).source = None
             # Where the arguments and the result stand among the graph's inputs and outputs.
-            places = [[i for i, x in enumerate(self._inputs) if x is arg] for arg in args]
-            self._places = [(i, place) for i, found in enumerate(places) for place in found]
+            self._places = [(i, j) for i, arg in enumerate(args) for j, x in enumerate(self._inputs) if x is arg]
             self._result = next((i for i, x in enumerate(self._outputs) if x is result), None)
             self._outputs = None
             return result
@@ -91,7 +87,7 @@ class CompiledStep:
 
 
 def compile_options(device: torch.device, cpp_wrapper: bool = True, **changes) -> dict:
-    """TorchInductor's options for ``device``, those that this PyTorch knows.
+    """TorchInductor's options for ``device``.
 
     Args:
         cpp_wrapper: (CPU) call the kernels from C++ instead of Python, which pays where they are many.
@@ -99,11 +95,7 @@ def compile_options(device: torch.device, cpp_wrapper: bool = True, **changes) -
     """
     if device.type != "cpu":
         return SAME_SAMPLES.copy()
-    import torch._inductor
-
-    known = set(torch._inductor.list_options())
-    options = {"cpp_wrapper": cpp_wrapper, **CPU_OPTIONS, **changes}
-    return {name: value for name, value in options.items() if name in known}
+    return {"cpp_wrapper": cpp_wrapper, **CPU_OPTIONS, **changes}
 
 
 def make_executable(
@@ -158,16 +150,15 @@ class Captured:
             current.wait_stream(self._stream)
             return result
         if self._graph is None:
-            graph = torch.cuda.CUDAGraph()
+            self._graph = torch.cuda.CUDAGraph()
             self._args = [arg.clone() for arg in args]
             gc.collect()
             gc.disable()  # a graph that is destroyed in a capture invalidates it
             try:
-                with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
                     self._result = self._fn(*self._args)
             finally:
                 gc.enable()
-            self._graph = graph
         for ours, arg in zip(self._args, args, strict=True):
             ours.copy_(arg, non_blocking=True)
         self._graph.replay()

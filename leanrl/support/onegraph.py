@@ -1,7 +1,7 @@
 """One CUDA graph for all that an off-policy script does between two steps of the environments (--one-graph)."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -41,7 +41,7 @@ class OneGraph:
         self._acting_stream = torch.cuda.Stream(device, priority=URGENT)  # the environments wait for it
         # external: a node of the graph that the host can wait for, where others only order the graph's nodes.
         self._acted = torch.cuda.Event(external=True)
-        self._graphs: dict[tuple[tuple[bool, ...], ...], Captured] = {}
+        self._graph = cache(lambda turns: Captured(partial(self._step, turns), self._stream))
         self._timestep_cpu: torch.Tensor | None = None
         self._actions_cpu: torch.Tensor | None = None
 
@@ -60,18 +60,12 @@ class OneGraph:
             ValueError: ``timestep_cpu`` is not pinned, or not the tensor of the first call.
         """
         if timestep_cpu is not self._timestep_cpu:
-            self._take_buffer(timestep_cpu)
-        if turns not in self._graphs:
-            self._graphs[turns] = Captured(partial(self._step, turns), self._stream)
-        self._graphs[turns]()
+            if self._timestep_cpu is not None or not timestep_cpu.is_pinned():
+                raise ValueError("OneGraph reads one buffer: it must be pinned, and the tensor of the first call")
+            self._timestep_cpu, self._timestep = timestep_cpu, timestep_cpu.to(self._device)
+        self._graph(turns)()
         self._acted.synchronize()
         return self._actions_cpu
-
-    def _take_buffer(self, timestep_cpu: torch.Tensor) -> None:
-        if self._timestep_cpu is not None or not timestep_cpu.is_pinned():
-            raise ValueError("OneGraph reads one buffer: timestep_cpu must be pinned, and the tensor of the first call")
-        self._timestep_cpu = timestep_cpu
-        self._timestep = timestep_cpu.to(self._device)
 
     def _step(self, turns: tuple[tuple[bool, ...], ...]) -> None:
         self._timestep.copy_(self._timestep_cpu, non_blocking=True)
