@@ -1,7 +1,6 @@
 """Gymnasium's vector NormalizeObservation and NormalizeReward as tensor operations, for the fast variants.
 
-The wrappers cost more than a MuJoCo simulator. Tested equal to them in tests/test_ppo_continuous.py. For several
-learners there are SummedMoments.
+The wrappers cost more than a MuJoCo simulator. Tested equal to them in tests/test_ppo_continuous.py.
 """
 
 import torch
@@ -13,7 +12,8 @@ from leanrl.support.scan import linear_recurrence
 class RunningMoments(nn.Module):
     """Mean, variance and count of a stream, in float64, changed in place (Gymnasium's RunningMeanStd).
 
-    As a module it normalises.
+    As a module it normalises. A batch of vectors that several learners hold between them is merged by ``sums``, one for
+    each part of it, and ``add``.
 
     Args:
         shape: of an element of the stream.
@@ -34,6 +34,22 @@ class RunningMoments(nn.Module):
         squares = self.var * self.count + var * count + delta**2 * self.count * count / total
         self.mean.add_(delta * count / total)
         self.var.copy_(squares / total)
+        self.count.copy_(total)
+
+    def sums(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Of a part ``x`` [..., size] with ``weights`` [...] of 0 or 1: their number, and sums of deviations from the
+        mean so far and of their squares, [1 + 2 size] in float64."""
+        # Deviations, so that nothing large cancels in the sums.
+        deviations = ((x - self.mean) * weights.unsqueeze(-1)).flatten(0, -2)
+        return torch.cat([weights.sum().double().view(1), deviations.sum(0), deviations.square().sum(0)])
+
+    def add(self, sums: torch.Tensor) -> None:
+        """Takes in the ``sums`` of all parts, added up."""
+        number, deviations, squares = sums.split([1, len(self.mean), len(self.mean)])
+        total = self.count + number
+        shift = deviations / total
+        self.var.copy_((self.var * self.count + squares) / total - shift**2)
+        self.mean.add_(shift)
         self.count.copy_(total)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -83,29 +99,3 @@ class RewardNormalizer:
         moments.var.copy_(variances[-1])
         moments.count.copy_(counts[-1:])
         return (rewards / torch.sqrt(variances + 1e-8).unsqueeze(1)).float().clamp(-10, 10)
-
-
-class SummedMoments(RunningMoments):
-    """RunningMoments of vectors [size], for batches that lie in several places.
-
-    Each place says what its part sums up to (``sums``), and ``add`` takes the total.
-    """
-
-    def __init__(self, size: int) -> None:
-        super().__init__((size,), count=0.0)
-
-    def sums(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Of a part ``x`` [..., size] with ``weights`` [...] of 0 or 1: their number, and sums of deviations from the
-        mean so far and of their squares, [1 + 2 size] in float64."""
-        # Deviations, so that nothing large cancels in the sums.
-        deviations = ((x - self.mean) * weights.unsqueeze(-1)).flatten(0, -2)
-        return torch.cat([weights.sum().double().view(1), deviations.sum(0), deviations.square().sum(0)])
-
-    def add(self, sums: torch.Tensor) -> None:
-        """Takes in the ``sums`` of all parts, added up."""
-        number, deviations, squares = sums.split([1, len(self.mean), len(self.mean)])
-        total = self.count + number
-        shift = deviations / total
-        self.var.copy_((self.var * self.count + squares) / total - shift**2)
-        self.mean.add_(shift)
-        self.count.copy_(total)
