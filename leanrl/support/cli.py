@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import psutil
 import tyro
@@ -51,9 +50,6 @@ class RunArgs:
     """W&B team or user"""
 
 
-Args = TypeVar("Args", bound=RunArgs)
-
-
 def read_args_json(run_dir: Path, flag: str = "") -> dict:
     """The contents of ``args.json`` of a run directory; UsageError, about ``flag``, if ``run_dir`` is not one."""
     path = run_dir / "args.json"
@@ -85,7 +81,7 @@ def restarted(args_json: Path) -> bool:
     return again and args_json.stat().st_mtime >= psutil.Process(os.getppid()).create_time()
 
 
-def parse_args(args_type: type[Args], script: str, argv: list[str] | None = None) -> Args:
+def parse_args(args_type: type[RunArgs], script: str, argv: list[str] | None = None) -> RunArgs:
     """Reads the command line into ``args_type``.
 
     With ``--resume RUN_DIR`` the arguments of that run are the defaults, and only those in MAY_CHANGE_ON_RESUME may
@@ -120,7 +116,7 @@ def parse_args(args_type: type[Args], script: str, argv: list[str] | None = None
     return args
 
 
-def run_script(main: Callable[[Args], None], args_type: type[Args], script_file: str) -> None:
+def run_script(main: Callable, args_type: type[RunArgs], script_file: str) -> None:
     """Entry point of every script: parses, runs ``main(args)``; a UsageError is one line on stderr and exit code 2."""
     try:
         main(parse_args(args_type, Path(script_file).stem))

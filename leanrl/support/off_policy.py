@@ -52,7 +52,8 @@ class OffPolicyState:
 
     def tensors(self) -> list:
         """All that a step of training changes, at the addresses where it is: tensors and state dicts."""
-        return [*map(_content, self._parts.values()), *self._replay.tensors()]
+        # Of the replay the counters: with its size back at 0, the rows do not matter.
+        return [*map(_content, self._parts.values()), self._replay.cursor, self._replay.size]
 
     def resume(self, run: Run) -> UpdateSchedule:
         """Restores in place what the run's checkpoint holds, if it is resumed; returns when updates fall due.

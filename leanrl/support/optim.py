@@ -55,10 +55,9 @@ class Traceable(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Copies in place what ``state_dict``, or that of PyTorch's over the same parameters, holds."""
-        for i, p in enumerate(self.params):
-            for name, tensor in self.state[p].items():
-                if state_dict["state"]:  # PyTorch's has none before its first step
-                    tensor.copy_(state_dict["state"][i][name])
+        for i, saved in state_dict["state"].items():  # PyTorch's has none before its first step
+            for name, tensor in saved.items():
+                self.state[self.params[i]][name].copy_(tensor)
         self.lr.fill_(float(state_dict["param_groups"][0]["lr"]))
 
 

@@ -41,7 +41,8 @@ class Replay:
         self.capacity = capacity
         self._widths = [obs_dim, obs_dim, action_dim, 1, 1]
         width = sum(self._widths)
-        row_bytes, free = width * torch.float32.itemsize, free_memory(device)
+        row_bytes = width * torch.float32.itemsize
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
         if (capacity + 1) * row_bytes > free:
             takes = f"takes {(capacity + 1) * row_bytes:,} bytes, and {free:,} are free on {device}"
             raise bad("buffer_size", capacity, f"{takes}; at most {free // row_bytes - 1} transitions fit")
@@ -51,19 +52,11 @@ class Replay:
         self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
         self.size = torch.zeros(1, dtype=torch.int64, device=device)
 
-    def add(
-        self,
-        obs: torch.Tensor,
-        next_obs: torch.Tensor,
-        actions: torch.Tensor,
-        rewards: torch.Tensor,
-        terminations: torch.Tensor,
-        resets: torch.Tensor,
-    ) -> None:
+    def add(self, obs, next_obs, actions, rewards, terminations, resets) -> None:
         """Writes one step of N environments, the oldest transitions making way.
 
         Args:
-            obs, next_obs: [N, obs_dim].
+            obs, next_obs: tensors [N, obs_dim].
             actions: [N, action_dim].
             rewards, terminations, resets: [N]; steps with ``resets`` 1 only reset their environment and are not kept.
         """
@@ -85,10 +78,6 @@ class Replay:
         """The transitions at ``inds`` [B]."""
         obs, next_obs, actions, rewards, terminations = self.rows.index_select(0, inds).split(self._widths, 1)
         return Batch(obs, next_obs, actions, rewards.squeeze(1), terminations.squeeze(1))
-
-    def tensors(self) -> list[torch.Tensor]:
-        """The counters, which every ``add`` changes; with ``size`` back at 0 the rows do not matter."""
-        return [self.cursor, self.size]
 
     def state_dict(self) -> dict:
         """The part that is filled, and the cursor. On a CPU they are the replay's own memory, which takes no second
@@ -148,8 +137,3 @@ class LastStep(NamedTuple):
         replay.add(self.obs, next_obs, self.actions, rewards.squeeze(1), terminations.squeeze(1), self.resets)
         self.obs.copy_(next_obs)
         self.resets.copy_(dones.squeeze(1))
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that can be allocated on ``device``."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available

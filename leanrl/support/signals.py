@@ -25,12 +25,11 @@ class StopRequest:
         if number == signal.SIGINT:
             signal.signal(number, signal.default_int_handler)  # for the next one
         self.requested = True
-        if self._quiet:
-            return
-        name = signal.Signals(number).name
-        # os.write, because print may be interrupted in the middle of a print and refuse to be re-entered.
-        with contextlib.suppress(OSError):  # stderr may be a pipe whose reader the same Ctrl-C has killed
-            os.write(2, f"\n{name}: finishing the update, then checkpointing and stopping\n".encode())
+        if not self._quiet:
+            line = f"\n{signal.Signals(number).name}: finishing the update, then checkpointing and stopping\n"
+            # os.write, because print may be interrupted in the middle of a print and refuse to be re-entered.
+            with contextlib.suppress(OSError):  # stderr may be a pipe whose reader the same Ctrl-C has killed
+                os.write(2, line.encode())
 
     def __enter__(self) -> "StopRequest":
         self._former = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
