@@ -1,4 +1,4 @@
-"""Returns and lengths of the episodes that end, counted as Gymnasium's RecordEpisodeStatistics counts them."""
+"""Returns and lengths of finished episodes, counted as Gymnasium's RecordEpisodeStatistics counts them."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ import torch
 
 
 class EpisodeStatistics:
-    """Counts over the episodes of N environments, a step or a whole rollout at a time.
+    """Adds up the episodes of N environments, a step or a whole rollout at a time.
 
     Args:
         num_envs: N.
@@ -18,10 +18,10 @@ class EpisodeStatistics:
         self._returns, self._lengths = self._sums  # views
 
     def add_step(self, rewards: np.ndarray, dones: np.ndarray, resets: np.ndarray) -> Sequence[Sequence]:
-        """Returns and lengths of the episodes that ended with this step.
+        """Returns and lengths of the episodes that ended on this step.
 
         Args:
-            rewards, dones, resets: [N]; ``resets`` marks the steps that only reset their environment.
+            rewards, dones, resets: [N]; ``resets`` marks steps that only reset their environment.
         """
         self._returns += rewards
         self._lengths += ~resets
@@ -32,12 +32,12 @@ class EpisodeStatistics:
         return ended
 
     def add(self, rewards: np.ndarray, dones: np.ndarray, resets: np.ndarray) -> np.ndarray:
-        """Returns and lengths of the episodes that ended within a rollout, in the order of their ends.
+        """Returns and lengths [2, E] of the E episodes that ended within a rollout, in the order in which they did.
 
         Args:
             rewards, dones, resets: [T, N], as in ``add_step``.
         """
-        # Sums over the whole rollout: an episode's is the difference between its end and the end of the one before.
+        # Running sums [2, T, N]. An episode's share is the difference between its end and that of the one before it.
         sums = self._sums[:, None] + np.cumsum([rewards, ~resets], 1)
         ended, before = [], np.zeros_like(self._sums)
         for t, n in zip(*np.nonzero(dones), strict=True):
