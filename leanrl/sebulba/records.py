@@ -49,7 +49,7 @@ def ended_episodes(layout: Layout, shards: dict[int, Rollout]) -> np.ndarray:
 
 
 def returns_and_lengths(reports: Sequence[Report]) -> tuple[list[float], list[float]]:
-    """Those of the episodes that ended, ordered by step and environment: the same in every layout."""
+    """Returns and lengths of the episodes that ended, by step and then environment: the same in every layout."""
     episodes = np.concatenate([report.episodes for report in reports], 1)
     _, returns, lengths = episodes[:, episodes[0].argsort()].tolist()
     return returns, lengths

@@ -79,7 +79,7 @@ class Status:
             return
         kind = "lost" if isinstance(error, PeerLost) else "stall" if isinstance(error, Stalled) else "error"
         reason = str(error) if kind != "error" else f"{type(error).__name__}: {error}" if str(error) else repr(error)
-        # One line, without control characters, which take 6 bytes, and lone surrogates, which cannot be encoded.
+        # One line, without control characters, which take 6 bytes, or lone surrogates, which cannot be encoded.
         reason = " ".join("".join(char if char.isprintable() else " " for char in reason).split())
         message = f"{who or self._part_name}: {reason[:LONGEST_REASON]}"
         if kind == "error":
@@ -90,7 +90,7 @@ class Status:
         self.told.set()
 
     def fail_in_thread(self, error: BaseException, who: str) -> None:
-        """``fail`` from a daemon thread; ends the process if its main thread does not, say because it waits for a peer."""
+        """``fail`` from a daemon thread; ends the process if its main thread does not, perhaps waiting for a peer."""
         # On its own thread, because the main thread, which closes the run, waits for the one that failed to end.
         grace = threading.Timer(GRACE_SECONDS, os._exit, (1,))
         grace.daemon = True

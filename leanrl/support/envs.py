@@ -92,7 +92,7 @@ class SerialVectorEnv(SyncVectorEnv):
         return self._obs.copy()
 
     def render(self) -> np.ndarray:
-        """The picture [H, W, 3] of the first environment, which was made with ``render_mode="rgb_array"``."""
+        """An image [H, W, 3] of the first environment, which must have been made with ``render_mode="rgb_array"``."""
         return self.envs[0].render()
 
 
@@ -201,7 +201,7 @@ class EnvPoolVectorEnv(VectorEnv):
         return obs, rewards, terminations, truncations, infos
 
     def render(self) -> np.ndarray:
-        """The picture [H, W, 3] of the first environment, which was made with ``render_mode="rgb_array"``."""
+        """An image [H, W, 3] of the first environment, which must have been made with ``render_mode="rgb_array"``."""
         return self._pool.render(env_ids=0)[0]
 
     def close_extras(self, **kwargs) -> None:
@@ -225,7 +225,7 @@ def make_env(env_id: str, **kwargs) -> gym.Env:
         UsageError: unknown environment, a missing package, or observations whose size varies.
     """
     try:
-        with warnings.catch_warnings(action="ignore"):  # that the version is out of date, once per environment
+        with warnings.catch_warnings(action="ignore"):  # "out of date", once per environment
             env = gym.make(env_id, **kwargs)
     except (gym.error.Error, ImportError, ValueError) as error:
         if env_id not in gym.registry:
