@@ -30,7 +30,7 @@ def flatten(agent: nn.Module) -> torch.Tensor:
 
 
 class ActingAgent:
-    """A copy of a network to act with: takes observations, returns what the network does.
+    """A copy of a network to act with, called as the network is.
 
     Args:
         agent: the network. With ``amp`` bf16, its module ``torso`` is rounded once per version of the parameters;

@@ -141,10 +141,10 @@ def validate_start(args: SebulbaArgs, num_groups: int) -> tuple[torch.device, La
 def learner_threads(args: SebulbaArgs, layout: Layout, is_image: bool) -> int:
     """CPU threads of PyTorch in a learner's process.
 
-    By default all cores where nothing else wants them and the work is large: where it is the only process, the lag is
-    0, and images or large minibatches are learned from without ``--exact-reduction``. Acting uses 1.
+    By default all cores if nothing else needs them and the work is large: if this is the only process, the lag is 0,
+    ``--exact-reduction`` is off, and observations are images or minibatches large. Acting uses 1.
     """
-    # Threads spin against whatever else wants their cores; and the last bits of a sum depend on their number.
+    # Spinning threads take cores from everything else, and the last bits of a sum depend on their number.
     alone = len(layout.parts) == 1 and args.policy_lag == 0 and not args.exact_reduction
     minibatch_size = layout.num_envs * args.num_steps // args.num_minibatches
     if args.num_threads is None and alone:

@@ -149,7 +149,7 @@ def make_evaluation_envs(args: dict, seed: int, rendering: bool, protocol: Atari
 
 
 def require_video(env_id: str, backend: EnvBackend = "gymnasium") -> EnvBackend:
-    """The backend that films ``env_id`` of ``backend``, once it has rendered a first frame: ``--capture-video``'s test.
+    """The backend that films ``env_id`` of ``backend``, after a test frame: for ``--capture-video``, before training.
 
     Raises:
         UsageError: this machine cannot film it; says what would help.

@@ -55,7 +55,7 @@ class ChannelsLastLayerNorm(nn.LayerNorm):
 class ChannelsLastLinear(nn.Linear):
     """A linear layer over channels, rows and columns: [B, C, H, W] -> [B, out_features]
 
-    Its columns are [H, W, C]: in the order of memory where images are channels_last, and nothing has to be copied.
+    Its columns are [H, W, C], the memory order of channels_last images, so that nothing has to be copied.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

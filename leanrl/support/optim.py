@@ -20,7 +20,7 @@ class Traceable(torch.optim.Optimizer):
             parameters, an attribute of that name.
     """
 
-    # Optimizer.__init__ wraps ``step`` in this: in nothing.
+    # Optimizer.__init__ wraps ``step`` in this, which changes nothing.
     profile_hook_step = staticmethod(lambda step: step)
     # Without the wrapper that imports torch._dynamo, 1.7 s that an eager run does not need.
     add_param_group = unwrap(torch.optim.Optimizer.add_param_group)
