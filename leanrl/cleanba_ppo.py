@@ -43,7 +43,7 @@ from leanrl.support.devices import one_thread
 from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
 from leanrl.support.executables import WARMUP_CALLS, make_executable
 from leanrl.support.layers import Float32Linear
-from leanrl.support.normalization import SummedMoments
+from leanrl.support.normalization import RunningMoments
 from leanrl.support.optim import Adam
 from leanrl.support.scan import linear_recurrence
 
@@ -261,7 +261,7 @@ class ContinuousAgent(VectorAgent):
     def __init__(self, obs_dim: int, action_dim: int) -> None:
         super().__init__(obs_dim, action_dim)
         self.actor_logstd = nn.Parameter(torch.zeros(1, action_dim))
-        self.obs_moments, self.return_moments = SummedMoments(obs_dim), SummedMoments(1)
+        self.obs_moments, self.return_moments = RunningMoments((obs_dim,), 0.0), RunningMoments((1,), 0.0)
 
     def forward(self, obs: torch.Tensor) -> tuple[Gaussian, torch.Tensor]:
         mean, values = super().forward(self.obs_moments(obs.flatten(1)))
@@ -416,7 +416,7 @@ def fill_targets(batch: Batch, rollout: Rollout, get_value: Callable, args: Args
 
 
 def scale_rewards(
-    moments: SummedMoments,
+    moments: RunningMoments,
     rollouts: Sequence[Rollout],
     discounted: Sequence[torch.Tensor],
     sum_over_shards: Callable,

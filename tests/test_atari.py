@@ -176,4 +176,4 @@ NO_GAMES |= dict.fromkeys(["HalfCheetah-v5", ""], "they are named as in Breakout
 @pytest.mark.parametrize("env_id, hint", NO_GAMES.items())
 def test_what_is_no_game_is_refused(env_id, hint):
     with pytest.raises(UsageError, match=f"^--env-id {env_id}: is not an Atari game of EnvPool; {hint}"):
-        make_atari_envs(env_id, 1, seed=1)
+        make_atari_envs(env_id, 1, 1, CLEANRL)

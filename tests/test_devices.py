@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from scripts import KINDS, run, tiny
 from sebulba_runs import DISTRIBUTED, run_alone
 from sebulba_runs import tiny as tiny_distributed
@@ -48,37 +49,39 @@ def test_freed_memory_is_used_again():
     assert kept[1] < anew[1] / 4 and kept[3] < anew[3] / 4
 
 
-SKYLAKE = "processor\t: 0\nflags\t\t: fpu sse2 avx2 avx512f avx512_vnni\nbugs\t\t: bf16\n"
+SKYLAKE = {"architecture": "x86_64", "avx2": True, "avx512_f": True, "avx512_bf16": False, "amx_bf16": False}
 
 
 @pytest.mark.parametrize(
-    ("cpuinfo", "expected"),
+    ("capabilities", "expected"),
     [
         (SKYLAKE, False),
-        (SKYLAKE.replace("avx512_vnni", "avx512_bf16"), True),
-        (SKYLAKE.replace("avx512_vnni", "amx_bf16 amx_tile"), True),
-        ("processor\t: 0\nFeatures\t: fp asimd i8mm bf16 dgh\n", True),
-        ("processor\t: 0\nFeatures\t: fp asimd dgh\n", False),
-        ("processor\t: 0\n", True),  # who knows
-        (None, True),
+        (SKYLAKE | {"avx512_bf16": True}, True),
+        (SKYLAKE | {"amx_bf16": True}, True),
+        ({"architecture": "aarch64", "neon": True, "bf16": True}, True),
+        ({"architecture": "aarch64", "neon": True, "bf16": False}, False),
+        ({"architecture": "riscv64"}, True),  # who knows
     ],
 )
-def test_units_for_bf16(monkeypatch, tmp_path, cpuinfo, expected):
-    if cpuinfo is not None:
-        (tmp_path / "cpuinfo").write_text(cpuinfo)
-    monkeypatch.setattr(devices, "CPUINFO", tmp_path / "cpuinfo")
+def test_units_for_bf16(monkeypatch, capabilities, expected):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     assert devices.has_bf16_units() == expected
+
+
+def test_pytorch_knows_whether_there_are_units_for_bf16():
+    assert {"x86_64": "amx_bf16", "aarch64": "bf16"}.get(
+        platform.machine(), "architecture"
+    ) in torch.cpu.get_capabilities()
 
 
 WARNING = "warning: --amp bf16: this processor has no bf16 units, float32 is faster on it\n"
 
 
-@pytest.mark.parametrize("amp, features, warning", [("bf16", "", WARNING), ("none", "", ""), ("bf16", "amx_bf16", "")])
+@pytest.mark.parametrize("amp, has_units, warning", [("bf16", False, WARNING), ("none", False, ""), ("bf16", True, "")])
 @pytest.mark.parametrize("script", [*KINDS, *DISTRIBUTED])
-def test_bf16_without_units_is_slow(monkeypatch, tmp_path, capsys, script, amp, features, warning):
+def test_bf16_without_units_is_slow(monkeypatch, tmp_path, capsys, script, amp, has_units, warning):
     """Which is said once; the run goes on."""
-    (tmp_path / "cpuinfo").write_text(f"flags : avx2 {features}\n")
-    monkeypatch.setattr(devices, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: SKYLAKE | {"amx_bf16": has_units})
     if script in DISTRIBUTED:
         flags = tiny_distributed(tmp_path, f"--amp={amp}", "--total-timesteps=256")
         assert run_alone(monkeypatch, script, *flags) == 0

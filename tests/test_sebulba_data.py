@@ -19,7 +19,7 @@ from leanrl.sebulba.collectives import sum_in_order
 from leanrl.sebulba.environments import make_pool
 from leanrl.sebulba.rollout import Rollout
 from leanrl.sebulba.start import resolve_start
-from leanrl.support.normalization import SummedMoments
+from leanrl.support.normalization import RunningMoments
 from leanrl.support.optim import Adam, RMSprop
 from leanrl.support.tracking import read_metrics
 
@@ -156,7 +156,7 @@ def test_ppo_learns_from_live_steps_and_their_targets(rollout):
 
 def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
     """Of two shards, over two rollouts, step by step; what only resets an environment does not count."""
-    generator, gamma, moments = torch.Generator().manual_seed(0), 0.9, SummedMoments(1)
+    generator, gamma, moments = torch.Generator().manual_seed(0), 0.9, RunningMoments((1,), count=0.0)
     rollouts = [Rollout.allocate(Box(-1, 1, (4,)), Discrete(3), 30, 2, CPU) for _ in range(2)]
     discounted = [torch.zeros(2, dtype=torch.float64) for _ in range(2)]
     carried, counted = np.zeros(4), []

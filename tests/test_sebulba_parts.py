@@ -24,7 +24,7 @@ from leanrl.sebulba.records import Report, checksum, ended_episodes, returns_and
 from leanrl.sebulba.rollout import Header, Rollout
 from leanrl.sebulba.start import first_host, resolve_start, slurm_task
 from leanrl.support.errors import UsageError
-from leanrl.support.normalization import SummedMoments
+from leanrl.support.normalization import RunningMoments
 
 # ------------------------------------------------------------------------------------------------------------ LAYOUT
 
@@ -370,7 +370,7 @@ def test_episodes_are_told_by_step_and_environment(shards):
 
 def test_moments_of_parts_are_those_of_the_whole():
     """However far from 0, and less what does not count."""
-    moments, generator = SummedMoments(3), torch.Generator().manual_seed(0)
+    moments, generator = RunningMoments((3,), count=0.0), torch.Generator().manual_seed(0)
     seen = []
     for _ in range(4):
         batch = 1e4 + torch.randn(5, 8, 3, generator=generator)

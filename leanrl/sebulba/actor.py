@@ -1,4 +1,4 @@
-"""An actor thread: its environments, its copy of the policy, and the rollouts that the script's acting loop fills."""
+"""Actor threads: their environments, copies of the policy, and the rollouts that the script's acting loop fills."""
 
 import threading
 import time
@@ -25,16 +25,16 @@ from leanrl.support.executables import URGENT
 
 
 def flatten(agent: nn.Module) -> torch.Tensor:
-    """A network's parameters and buffers in one new vector [P], as they travel."""
+    """A network's parameters and buffers as one new vector [P], ready to send."""
     return torch.cat([x.reshape(-1).float() for x in agent.state_dict().values()])
 
 
 class ActingAgent:
-    """A copy of a network to act with: observations -> what the network makes of them.
+    """A copy of a network to act with, called as the network is.
 
     Args:
-        agent: the network. With ``amp`` bf16 its module ``torso`` is rounded once for each version of the parameters,
-            which autocast would do at every step, to the same numbers.
+        agent: the network. With ``amp`` bf16, its module ``torso`` is rounded once per version of the parameters;
+            autocast would do so at every step, with the same result.
     """
 
     def __init__(self, agent: nn.Module, amp: str) -> None:
@@ -48,34 +48,34 @@ class ActingAgent:
 
     @torch.no_grad()
     def load(self, flat: torch.Tensor) -> None:
-        """Overwrites parameters and buffers, in place, with ``flat`` [P] (see ``flatten``)."""
+        """Overwrites parameters and buffers in place with ``flat`` [P] (see ``flatten``)."""
         pieces = flat.split([x.numel() for x in self._state])
         torch._foreach_copy_(self._state, [piece.view(x.shape) for piece, x in zip(pieces, self._state, strict=True)])
 
 
 @dataclass
 class ActorThread:
-    """Plays all rollouts of the run from where it is taken up, each with the parameters that are due.
+    """Plays all rollouts of the run from its start or resume, each with the parameters that are due.
 
     Attributes:
-        name: what errors call it.
+        name: its name in error messages.
         pieces: what it plays, in the order of its environments.
-        numbers: of its environments, among all of the run.
+        numbers: global numbers of its environments.
         envs: those environments.
-        blocks: slices of them that are to be acted for at once.
-        example: what acting for a block takes: observations [n, ...], and zeros [n, k] for noise.
+        blocks: slices of them to act for at once.
+        example: inputs of acting for one block: observations [n, ...], and zeros [n, k] as noise.
     """
 
     process: Start
-    """what is known of this one"""
+    """the process it belongs to"""
     index: int
-    """which of the threads of its actor device this is"""
+    """its number among the threads of its actor device"""
     agent: ActingAgent
-    """network of its own"""
+    """its own network"""
     first_step: int
-    """environment step at which the run is taken up"""
+    """environment step at which the run starts or resumes"""
     fail: Callable[[BaseException, str], None]
-    """called with an error that ended the thread, and its name"""
+    """called with the error that ended the thread, and its name"""
 
     def __post_init__(self) -> None:
         start, args, layout, actor = self.process, self.process.args, self.process.layout, self.process.part.actor
@@ -86,13 +86,12 @@ class ActorThread:
         num_envs = len(self.numbers)
         pool = {"num_threads": pool_threads(args, layout), "start": self.first_step}
         self.envs = make_pool(args.env_id, self.numbers, args.seed, args.protocol, args.env_backend, **pool)
-        # The same row comes out with other last bits from a batch of another size, so exactness wants blocks of a size
-        # that is the same in every layout.
+        # A row's last bits depend on the size of its batch, so exactness needs blocks of the same size in every layout.
         size = len(self.pieces[0].envs) if args.exact_reduction else num_envs
         self.blocks = [slice(first, first + size) for first in range(0, num_envs, size)]
         self.obs = Rollout.allocate(start.space, self.action_space, 1, num_envs, self.device).obs[0]
         self.host_obs = torch.zeros(self.obs.shape, dtype=self.obs.dtype, pin_memory=True) if self.obs.is_cuda else None
-        action_size = int(np.prod(self.action_space.shape))  # 1 where actions are numbered
+        action_size = int(np.prod(self.action_space.shape))  # 1 for Discrete actions
         self.choices = torch.zeros(args.num_steps, action_size + 2, num_envs, device=self.device)
         self.example = self.obs[:size], torch.zeros(size, policy_size(self.action_space), device=self.device)
         self.episodes = EpisodeStatistics(num_envs)
@@ -101,22 +100,22 @@ class ActorThread:
         self._free: Mailbox[list[Rollout]] = Mailbox(args.timeout)
         self._played: Mailbox[list[Rollout]] = Mailbox(args.timeout)
         self._params: Mailbox[tuple[int, torch.Tensor]] = Mailbox(args.timeout)
-        # The schedule lets a thread play so many rollouts before the first of them is sent or taken over, and given
-        # back, which does not wait for its update: with a lag, a thread goes on while others still play. Without a
-        # schedule one is played while another waits for the learner.
+        # On a schedule, a thread may play this many rollouts before the first is given back (once it has been sent or
+        # taken over, before its update): with a lag, it plays on while other threads finish. Without a schedule, it
+        # plays one while another waits for the learner.
         for _ in range(2 if args.policy_lag == "newest" else args.policy_lag + 1):
             self._free.put([start.allocate(len(piece.envs)) for piece in self.pieces])
 
     def start(self, play: Callable, *args) -> None:
-        """Runs ``play(self, *args)`` on a thread, when all that it calls is compiled. An error there ends the run."""
+        """Runs ``play(self, *args)``, with everything it calls compiled already, on a thread. An error ends the run."""
         self._thread = threading.Thread(target=self._run, args=(play, *args), name=self.name, daemon=True)
         self._thread.start()
 
     @torch.no_grad()
     def _run(self, play: Callable, *args) -> None:
-        # A second thread of PyTorch's here would wait for work by spinning, and the library that starts them lets all
-        # of the process's go to sleep sooner once there are more than cores. A thread takes the process's number when
-        # it first needs one, so that comes first.
+        # One PyTorch thread: a second would spin while it waits for work, and with more threads than cores, OpenMP puts
+        # all of the process's to sleep sooner. A thread adopts the process's number when it first asks for it, so ask
+        # first.
         torch.get_num_threads()
         torch.set_num_threads(1)
         on_gpu = self.device.type == "cuda"
@@ -125,76 +124,76 @@ class ActorThread:
                 play(self, *args)
         except Stopped:
             pass
-        except BaseException as error:  # nobody else would hear of it
+        except BaseException as error:  # nobody else would see it
             self._played.close()
             self.fail(error, self.name)
         finally:
             self.envs.close()
 
     def rollouts(self) -> Iterator["ThreadRollout"]:
-        """The rollouts of the run, in order, each to be filled by the body of the loop, after which it is delivered.
+        """The rollouts of the run, in order; the loop's body fills each one, which is then delivered.
 
-        Before each, ``agent`` gets the parameters that are to produce it.
+        Before each, ``agent`` receives the parameters that are to produce it.
         """
         version, lag = self.first_step // self.process.batch_size, self.process.args.policy_lag
         for number in range(version + 1, self.process.num_updates + 1):
             waiting = time.time()
             pieces = self._free.get(f"a free buffer for rollout {number}, by {self.name}")
             started = time.time()
-            # The first lag + 1 are due from what the run begins with. Without a schedule, from what has come until now.
+            # The first lag + 1 use the initial parameters. Without a schedule, whatever has arrived is used.
             while (version < number - 1 - lag) if lag != "newest" else not self._params.empty():
                 version, params = self._params.get(f"parameters of the learner, by {self.name}")
                 self.agent.load(params)
-                synchronize_stream(self.device)  # their memory is let go, and may be taken by another one
+                synchronize_stream(self.device)  # before their memory is freed and reused
             header = Header(number, version, started, params_wait=time.time() - started, queue_put=started - waiting)
             yield (rollout := ThreadRollout(self, pieces, header))
             rollout.fill_pieces()
-            synchronize_stream(self.device)  # the main thread reads it on another
+            synchronize_stream(self.device)  # the main thread reads it on another stream
             self._played.put(pieces)
 
     def take(self, waiter: str) -> list[Rollout]:
-        """The next rollout, one piece for each of ``pieces``; ``waiter`` is who waits. Give it back when done.
+        """The next rollout, one for each of ``pieces``, to be given back when done. ``waiter``: who waits, for errors.
 
         Raises:
-            Stopped: the thread has failed or was stopped.
-            Stalled: none came in time.
+            Stopped: the thread failed or was stopped.
+            Stalled: none arrived in time.
         """
         return self._played.get(f"{self.name}, a rollout, by {waiter}")
 
     def put_params(self, version: int, params: torch.Tensor) -> None:
-        """Hands over the next version of the parameters, [P], which nobody overwrites."""
-        synchronize_stream(self.device)  # the thread copies them on a stream of its own
+        """Hands over the next version of the parameters [P], which must not be overwritten."""
+        synchronize_stream(self.device)  # the thread copies them on its own stream
         self._params.put((version, params))
 
     def give_back(self, rollout: list[Rollout]) -> None:
-        """Lets the thread overwrite what ``take`` returned."""
-        synchronize_stream(self.device)  # it does so on a stream of its own
+        """Lets the thread overwrite a rollout that ``take`` returned."""
+        synchronize_stream(self.device)  # it does so on its own stream
         self._free.put(rollout)
 
     def stop(self) -> None:
-        """Makes the thread end at its next step or wait; whoever waits for it is let go."""
+        """Makes the thread end at its next step or wait, and releases whoever waits for it."""
         self.stopped = True
         for mailbox in (self._free, self._played, self._params):
             mailbox.close()
 
     def join(self, seconds: float) -> None:
-        """Waits for the end of the thread, if it was started."""
+        """Waits until the thread has ended, if it was started."""
         if self._thread is not None:
             self._thread.join(seconds)
 
 
 class ThreadRollout:
-    """A rollout while a thread plays it. A step is ``observe``, its ``choices``, ``actions``, ``record``.
+    """A rollout while a thread plays it. A step is ``observe``, filling ``choices``, ``actions``, ``record``.
 
     Args:
-        thread: whose; it keeps the memory.
+        thread: the thread, which owns the memory.
         pieces: what ``fill_pieces`` fills.
-        header: what is known already.
+        header: with what is known so far.
 
     Attributes:
-        steps: numbers of its T steps in the run: those of rollout r begin at r T.
-        choices: [T, 3, n], to be filled: actions, their log-probabilities, values. An action of several numbers is as
-            many rows.
+        steps: numbers of its T steps in the run; those of rollout r start at r T.
+        choices: [T, 3, n], to be filled with actions, their log-probabilities and values. Actions of several dimensions
+            take as many rows.
     """
 
     def __init__(self, thread: ActorThread, pieces: list[Rollout], header: Header) -> None:
@@ -216,10 +215,10 @@ class ThreadRollout:
         self._lap_start = now
 
     def observe(self, step: int, obs: np.ndarray) -> torch.Tensor:
-        """Writes the observations [n, ...] before step ``step``, and after the last one; returns them on the device.
+        """Writes the observations [n, ...] before step ``step``, or after the last one; returns them on the device.
 
         Raises:
-            Stopped: the thread is to end.
+            Stopped: the thread should end.
         """
         thread, self._lap_start = self._thread, time.perf_counter()
         if thread.stopped:
@@ -233,7 +232,7 @@ class ThreadRollout:
         return thread.obs
 
     def actions(self, step: int) -> np.ndarray:
-        """The actions of ``choices[step]`` as the environments take them: [n], or [n, action_dim] within bounds."""
+        """The actions in ``choices[step]`` as the environments take them: [n], or [n, action_dim] within bounds."""
         self._lap("inference")
         actions, space = self.choices[step, :-2].cpu().numpy(), self._thread.action_space
         self._lap("device_to_host")
@@ -242,7 +241,7 @@ class ThreadRollout:
         return actions[0].astype(space.dtype)
 
     def record(self, step: int, rewards, terminations, truncations, resets, infos: dict) -> None:
-        """Writes what the environments returned, arrays [n], and where (``resets``) this step only reset them."""
+        """Writes what the environments returned, arrays [n]; ``resets`` is where this step only reset them."""
         self._lap("env_step")
         outcome, dones = self._outcome, terminations | truncations
         told = {"rewards": rewards, "terminations": terminations, "dones": dones, "resets": resets}
@@ -253,7 +252,7 @@ class ThreadRollout:
         outcome["returns"][step, ends], outcome["lengths"][step, ends] = ended
 
     def fill_pieces(self) -> None:
-        """Copies all to the pieces, with a header."""
+        """Copies everything to the pieces, with the header."""
         header = torch.tensor(self._header._replace(ended=time.time(), **self._seconds), dtype=torch.float64)
         for piece, columns in self._pieces:
             actions = self.choices[:, :-2, columns].mT

@@ -1,4 +1,4 @@
-"""The flags of the runtime, which both distributed scripts have."""
+"""The runtime's flags, which both distributed scripts share."""
 
 import math
 import os
@@ -18,7 +18,7 @@ from leanrl.support.hub import require_hub
 
 @dataclass
 class SebulbaArgs(RunArgs):
-    """Where things run, and when they stop; the names are Cleanba's."""
+    """Where things run and when they stop; the names are Cleanba's."""
 
     capture_video: bool = False
     """refused by these scripts: `python -m leanrl.tools.evaluate RUN_DIR --capture-video` films a saved model"""
@@ -33,9 +33,9 @@ class SebulbaArgs(RunArgs):
     env_backend: EnvBackend = "envpool"
     """envpool steps the environments on C++ threads; gymnasium steps those of an actor thread one after the other"""
     num_threads: int | None = None
-    """CPU threads of a learner; by default all cores where nothing else wants them and its work is large, else 1"""
+    """CPU threads of a learner; by default all cores if nothing else needs them and its work is large, else 1"""
     env_threads: int | None = None
-    """C++ threads of each actor thread's EnvPool; by default its part of the machine's cores"""
+    """C++ threads of each actor thread's EnvPool; by default its share of the machine's cores"""
 
     local_num_envs: int = 48
     """environments of each actor thread"""
@@ -46,51 +46,51 @@ class SebulbaArgs(RunArgs):
     learner_device_ids: tuple[int, ...] = (0,)
     """devices of a group that learn; a device in both lists does both in one process"""
     distributed: bool = False
-    """this is one of several tasks under SLURM's variables, each with a group of its own"""
+    """this is one of several SLURM tasks, each with its own group"""
     policy_lag: int | Literal["newest"] = 0
-    """rollout r is produced by the parameters after r - 1 - POLICY_LAG updates, 0 is synchronous; newest: by those that
-    are there, at most 2 behind, and no run repeats another"""
+    """rollout r is played with the parameters after r - 1 - POLICY_LAG updates; 0 is synchronous. newest: with the
+    latest available, at most 2 behind; such runs are not reproducible"""
     num_shards: int | None = None
-    """parts of the global batch that are shuffled and normalised each by itself; by default one per learner"""
+    """shards of the global batch, each shuffled and normalised on its own; by default one per learner"""
     exact_reduction: bool = False
-    """sum gradients in the order of the shards, act one shard at a time: the same bits on any layout, on CPUs"""
+    """sum gradients in shard order and act one shard at a time: bitwise the same on any layout, on CPUs"""
     start_timeout: float = 600.0
-    """seconds that each step of the start may take: imports, meeting the other processes, compilation"""
+    """seconds that each step of the start-up may take: imports, meeting the other processes, compilation"""
     timeout: float = 1800.0
-    """seconds of a wait that end the run as a stall, after its start; more than an update or a rollout may take"""
+    """after start-up, seconds of waiting that end the run as stalled; must exceed any update or rollout"""
 
     log_frequency: int = 10
     """updates between log points"""
     checksum_frequency: int = 100
-    """updates between comparisons of the learners' parameters; a difference ends the run"""
+    """updates between comparisons of the learners' parameters, which end the run if they differ"""
     target_return: float | None = None
     """stop once the mean of the last 100 episodes reaches this"""
 
     evaluate_episodes: int | None = None
-    """play so many episodes with the trained model at the end: returns go to evaluation.json, their mean is logged"""
+    """play this many episodes with the trained model at the end; returns go to evaluation.json, their mean is logged"""
     upload_model: bool = False
     """upload the model to the Hugging Face Hub at the end, as ENV_ID-SCRIPT-seedSEED; saves it too"""
     hf_entity: str = ""
-    """user or organisation on the Hub; by default the one that is logged in"""
+    """user or organisation on the Hub; by default whoever is logged in"""
 
     num_envs: tyro.conf.Suppress[int] = 0
-    """environments in all, filled in when the layout is known"""
+    """total number of environments, filled in once the layout is known"""
 
     def __post_init__(self) -> None:
         self.save_model = self.save_model or self.upload_model or self.evaluate_episodes is not None
-        # Lists, where they come from args.json.
+        # They are lists if they come from args.json.
         self.actor_device_ids, self.learner_device_ids = tuple(self.actor_device_ids), tuple(self.learner_device_ids)
 
 
 def validate_runtime(args: SebulbaArgs) -> None:
-    """Raises UsageError on the first flag of the runtime that cannot work, whatever the layout."""
+    """Raises UsageError on the first of the runtime's flags that cannot work in any layout."""
     require_at_least(args, 1, "num_threads", "env_threads", "log_frequency", "checksum_frequency", "checkpoint_every")
     require_at_least(args, 1, "evaluate_episodes", "start_timeout")
     if args.policy_lag != "newest":
         require_at_least(args, 0, "policy_lag")
     elif args.exact_reduction:
         raise bad("policy_lag", args.policy_lag, "makes every run another one; leave --exact-reduction out")
-    require_at_least(args, 2, "timeout")  # a process gives a sign of life twice a second
+    require_at_least(args, 2, "timeout")  # processes send a heartbeat twice a second
     require_positive(args, "max_seconds", "snapshot_seconds")
     if args.target_return is not None and not math.isfinite(args.target_return):
         raise bad("target_return", args.target_return, "must be a finite number")
@@ -114,14 +114,14 @@ def resolve_devices(args: SebulbaArgs) -> torch.device:
 
 
 def validate_start(args: SebulbaArgs, num_groups: int) -> tuple[torch.device, Layout]:
-    """All that can be said of a start before anything runs; fills ``args.num_envs`` in.
+    """Checks everything that can be checked before anything runs, and fills in ``args.num_envs``.
 
     Args:
-        args: the script's; its own flags are validated already.
+        args: the script's, whose own flags are already validated.
         num_groups: how many groups take part.
 
     Returns:
-        where the run is, ``cpu`` or ``cuda``, and its layout.
+        the device type, ``cpu`` or ``cuda``, and the layout.
 
     Raises:
         UsageError: on the first flag that cannot work.
@@ -141,10 +141,10 @@ def validate_start(args: SebulbaArgs, num_groups: int) -> tuple[torch.device, La
 def learner_threads(args: SebulbaArgs, layout: Layout, is_image: bool) -> int:
     """CPU threads of PyTorch in a learner's process.
 
-    By default all cores where nothing else wants them and the work is large: where it is the only process, the lag is
-    0, and images or large minibatches are learned from without ``--exact-reduction``. Acting uses 1.
+    By default all cores if nothing else needs them and the work is large: if this is the only process, the lag is 0,
+    ``--exact-reduction`` is off, and observations are images or minibatches large. Acting uses 1.
     """
-    # Threads spin against whatever else wants their cores; and the last bits of a sum depend on their number.
+    # Spinning threads take cores from everything else, and the last bits of a sum depend on their number.
     alone = len(layout.parts) == 1 and args.policy_lag == 0 and not args.exact_reduction
     minibatch_size = layout.num_envs * args.num_steps // args.num_minibatches
     if args.num_threads is None and alone:
@@ -154,7 +154,7 @@ def learner_threads(args: SebulbaArgs, layout: Layout, is_image: bool) -> int:
 
 def pool_threads(args: SebulbaArgs, layout: Layout) -> int:
     """C++ threads of an actor thread's EnvPool: by default the cores are shared by all pools of this machine."""
-    # Groups beside this one, as torchrun and our launcher tell; SLURM may have given each cores of its own already.
+    # Groups on this machine, according to torchrun or our launcher; SLURM may have given each its own cores already.
     num_groups = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // len(layout.device_ids))
     cores = int(os.environ.get("SLURM_CPUS_ON_NODE", available_cores()))
     num_pools = len(layout.actor_device_ids) * layout.num_actor_threads

@@ -1,7 +1,7 @@
-"""What processes send each other: gloo on CPUs, NCCL on GPUs, always from the main thread and in the same order.
+"""Communication between processes: gloo on CPUs, NCCL on GPUs, always from the main thread and in the same order.
 
-Each iteration: rollouts from actors to learners, one sum of gradients per optimiser step, a few numbers from every
-learner to all, a report to the one that leads, and the new parameters to the actors that have no learner beside them.
+In each iteration: rollouts from actors to learners, one gradient sum per optimiser step, a few numbers from every
+learner to all, reports to the lead learner, and the new parameters to processes that only act.
 """
 
 import datetime
@@ -22,29 +22,29 @@ from leanrl.sebulba.status import PeerLost
 from leanrl.support.errors import UsageError
 from leanrl.support.run import synchronize
 
-# Names the run to all its processes, and to those of no other; torchrun sets it, too.
+# Identifies the run among all that might meet at the same port; torchrun sets it too.
 RUN = "TORCHELASTIC_RUN_ID"
-# How far a process has come with a rollout.
+# How far a process has got with a rollout.
 PHASES = ("playing rollout", "sending rollout", "update", "report of update", "parameters of update")
-# A supervisor waits so long for what they have noted.
+# How long a supervisor waits for what they noted.
 STORE_SECONDS = 5
-# Characters of a backend's error: the part that was waited for must fit on the line, too.
+# Characters kept of a backend's error, so that who was waited for fits on the line too.
 LONGEST_ERROR = 600
 
 Messages = Sequence[tuple[int, torch.Tensor]]
-"""(rank, what is sent there or received from there)"""
+"""(rank, tensor to send there or to receive from there)"""
 
 
 @contextmanager
 def waiting_for(what: str) -> Iterator[None]:
-    """Turns the backend's errors into PeerLost: they mean that a peer is gone or did not come in time.
+    """Turns the backend's errors into PeerLost: a peer is gone or did not arrive in time.
 
-    Allocate outside of it: running out of memory is a RuntimeError, too.
+    Allocate outside the block: running out of memory is a RuntimeError too.
     """
     try:
         yield
     except RuntimeError as error:
-        # Without the place in gloo's source, which the message begins with. NCCL's reason is on its later lines.
+        # Without gloo's source location, which starts its message. NCCL gives the reason on later lines.
         reason = " ".join(re.sub(r"\[\S*:\d+\] ", "", str(error)).split()) or type(error).__name__
         raise PeerLost(f"lost {what} ({reason[:LONGEST_ERROR]})") from error
 
@@ -53,14 +53,14 @@ class Collectives:
     """The process groups of one process.
 
     Args:
-        layout, part: who is there, and which of them this is.
+        layout, part: all processes, and which of them this is.
         device: where messages are.
-        args: the script's. ``start_timeout`` limits waits for a peer up to the end of ``barrier``, ``timeout`` those
-            after it; ``exact_reduction`` sums in the order of the shards, the same in every layout, and costs the
-            memory of one gradient per shard.
+        args: the script's. ``start_timeout`` limits waits for a peer until the end of ``barrier``, ``timeout`` those
+            after it. ``exact_reduction`` sums in shard order, the same in every layout, at the cost of one gradient's
+            memory per shard.
 
     Raises:
-        PeerLost: a process does not come; every method that waits for one raises it too, where that is gone or late.
+        PeerLost: a process does not arrive. Every method that waits for one raises it too, if that is gone or late.
     """
 
     def __init__(self, layout: Layout, part: Part, device: torch.device, args) -> None:
@@ -68,7 +68,7 @@ class Collectives:
         self._exact = args.exact_reduction
         self._in_time = f"within --start-timeout {args.start_timeout:g} s"
         self.all_reduce_seconds = 0.0
-        """spent summing gradients, ever (on a GPU: launching the sums)"""
+        """total time spent on gradient sums (on a GPU: on launching them)"""
         # Within a group, one learner sends the new parameters to the processes that only act.
         self._sends_params = layout.learner_part(part.group * len(layout.learner_device_ids)).rank
         self._receive_params = [p.rank for p in layout.parts if p.group == part.group and p.learner is None]
@@ -85,7 +85,7 @@ class Collectives:
                 timeout=datetime.timedelta(seconds=args.start_timeout),
                 device_id=device if device.type == "cuda" else None,
             )
-            # That group is for the start. Every process makes every group, in the same order.
+            # That group is for the start-up. Every process must create every group, in the same order.
             limit = datetime.timedelta(seconds=args.timeout)
             self._everyone = learners = dist.new_group(timeout=limit)
             learner_ranks = [p.rank for p in layout.parts if p.learner is not None]
@@ -99,22 +99,22 @@ class Collectives:
             dist.destroy_process_group()
 
     def begin(self, phase: str, number: int) -> None:
-        """Notes, for ``last_of_all``, that this process has come to one of PHASES of rollout ``number``."""
-        with suppress(RuntimeError):  # where the store is gone, what comes next says so
+        """Notes, for ``last_of_all``, that this process has reached one of PHASES of rollout ``number``."""
+        with suppress(RuntimeError):  # if the store is gone, the next operation says so
             if self._store is not None:
                 self._store.set(f"phase {self._part.rank}", f"{number} {PHASES.index(phase)}")
 
     def barrier(self) -> None:
-        """Ends the start: waits until every process has come here and this one's device has done all it was given."""
+        """Ends the start-up: waits until every process is here and this one's device has finished its work."""
         if self._store is not None:
             message = torch.zeros(1, device=self._device)
             with waiting_for(f"another process, which did not get ready {self._in_time}"):
                 dist.all_reduce(message)
-        # NCCL only makes the device wait.
+        # NCCL makes only the device wait.
         synchronize(self._device)
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Overwrites ``tensors`` with those of learner 0, which leads; in the start."""
+        """Overwrites ``tensors`` with those of learner 0, the lead; for the start-up."""
         if self._store is not None:
             lead = self._layout.learner_part(0)
             for tensor in tensors:
@@ -124,7 +124,7 @@ class Collectives:
                 tensor.detach().copy_(message)
 
     def start(self, sends: Messages, receives: Messages, what: str = "a rollout") -> list[tuple[dist.Work, str]]:
-        """Begins to send and receive, between two ranks in the same order on both; returns what ``finish`` takes."""
+        """Starts to send and receive, in the same order on both ranks of a pair; returns what ``finish`` takes."""
         operations = [dist.P2POp(dist.isend, message, rank, self._everyone) for rank, message in sends]
         operations += [dist.P2POp(dist.irecv, message, rank, self._everyone) for rank, message in receives]
         if not operations:
@@ -132,20 +132,20 @@ class Collectives:
         names = [f"{self._layout.parts[operation.peer].name}, {what}" for operation in operations]
         with waiting_for(" or ".join(dict.fromkeys(names))):
             works = dist.batch_isend_irecv(operations)
-        # NCCL gives one handle for all.
+        # NCCL returns one handle for all.
         return list(zip(works, names, strict=False))
 
     def finish(self, begun: list[tuple[dist.Work, str]]) -> None:
-        """Waits until what was begun has come, and empties the list; on a GPU only the current stream waits."""
+        """Waits for what ``start`` began, and empties the list; on a GPU only the current stream waits."""
         for work, name in begun:
             with waiting_for(name):
                 work.wait()
         begun.clear()
 
     def sum_over_shards(self, vectors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The sum of one vector a shard over all learners' shards; this learner's own are ``vectors``, in order.
+        """The sum of one vector per shard over all learners' shards; ``vectors`` are this learner's, in order.
 
-        A vector may be overwritten.
+        May overwrite them.
         """
         if self._learners is None:
             return sum_in_order(vectors)
@@ -158,14 +158,14 @@ class Collectives:
                 dist.all_gather(everyone, mine, group=self._learners)
             total = sum_in_order([vector for shards in everyone for vector in shards])
         else:
-            total = sum_in_order(vectors)  # of one vector that vector itself, which nobody reads again
+            total = sum_in_order(vectors)  # a single vector is not copied; nobody reads it again
             with peers:
                 dist.all_reduce(total, group=self._learners)
         self.all_reduce_seconds += time.perf_counter() - start
         return total
 
     def gather_signs(self, sign: Sequence[int]) -> list[Sequence[int]]:
-        """Every learner's few whole numbers, for all learners."""
+        """A few integers from every learner, for all learners."""
         if self._learners is None:
             return [sign]
         message = torch.tensor(sign, dtype=torch.int64, device=self._device)
@@ -175,7 +175,7 @@ class Collectives:
         return torch.stack(signs).tolist()
 
     def gather_reports(self, report: Report) -> list[Report]:
-        """Every learner's report, for the one that leads; nothing for the others."""
+        """Every learner's report on the lead; an empty list on the others."""
         if self._learners is None:
             return [report]
         reports = [None] * self._layout.num_learners if self._part.learner == 0 else None
@@ -184,14 +184,14 @@ class Collectives:
         return reports or []
 
     def pass_params(self, params: torch.Tensor, is_last: bool = False) -> tuple[torch.Tensor, bool]:
-        """From a group's first learner to its processes that only act: new parameters, and whether the run ends.
+        """Sends new parameters, and whether the run ends, from a group's first learner to its processes that only act.
 
         Args:
-            params: [P]; of a process that receives, only the size counts.
-            is_last: whether this was the last update; likewise.
+            params: [P]; in a process that receives, only the size matters.
+            is_last: whether this was the last update; ignored in a process that receives.
 
         Returns:
-            what was sent, or received; what was given where nothing was.
+            what was sent or received, or the arguments if neither.
         """
         if not self._receive_params:
             return params, is_last
@@ -203,10 +203,10 @@ class Collectives:
 
 
 def _rendezvous(rank: int, world_size: int, seconds: float) -> dist.Store:
-    """Where the processes of this run find each other: at the supervisor, at torchrun's agent, or at rank 0.
+    """The store where the run's processes meet: at the supervisor, torchrun's agent, or rank 0.
 
     Raises:
-        UsageError: another run has taken the port, or this rank.
+        UsageError: another run uses this port, or another process this rank.
     """
     host, port, ours = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], os.environ.get(RUN, "")
     limit = datetime.timedelta(seconds=seconds)
@@ -231,20 +231,20 @@ def _rendezvous(rank: int, world_size: int, seconds: float) -> dist.Store:
 
 
 def _own_part(store: dist.Store, environ: Mapping[str, str]) -> dist.Store:
-    """What belongs to this start of the run that ``environ`` tells of."""
-    # torchrun's agent may keep its store over a restart, and with it the addresses of the processes before.
+    """The keys of ``store`` that belong to this attempt of the run in ``environ``."""
+    # torchrun's agent may keep its store across restarts, with the addresses of the previous processes.
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"{environ.get(RUN, '')}, attempt {attempt}", store)
 
 
 def last_of_all(layout: Layout, environ: Mapping[str, str]) -> str:
-    """Names the processes that have come least far; "" where none is behind, or nobody knows.
+    """Names the processes that are furthest behind; "" if none is, or nobody knows.
 
     Args:
-        environ: of a process of the run.
+        environ: environment variables of one of the run's processes.
     """
     came = {}
-    with suppress(RuntimeError):  # the store is gone with the process that held it
+    with suppress(RuntimeError):  # the store is gone, with the process that held it
         limit = datetime.timedelta(seconds=STORE_SECONDS)
         store = dist.TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False, timeout=limit)
         notes = _own_part(store, environ)
@@ -260,5 +260,5 @@ def last_of_all(layout: Layout, environ: Mapping[str, str]) -> str:
 
 
 def sum_in_order(vectors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The sum, added up from the first to the last; they may be computed one by one on the way."""
+    """The sum from the first to the last, which may be generated one by one."""
     return reduce(torch.add, vectors)

@@ -1,20 +1,20 @@
-"""Pools of environments for actor threads: Atari in either protocol, and others of EnvPool's or Gymnasium's."""
+"""Environments for actor threads: Atari in either protocol, and others from EnvPool or Gymnasium."""
 
 from leanrl.support.atari import PROTOCOLS, atari_games, make_atari_envs
 from leanrl.support.envs import EnvBackend, make_envs, require_learnable
 
 
 def make_pool(env_id: str, envs: range, seed: int, protocol: str, backend: EnvBackend = "envpool", **options):
-    """A vector environment of those with the global numbers ``envs``, each of which plays the same in any pool.
+    """A vector environment of the environments with global numbers ``envs``, which play the same in any pool.
 
     Args:
-        seed: of the run; each environment gets its own from it.
+        seed: the run's; each environment derives its own.
         protocol: a key of PROTOCOLS, for Atari games.
         backend: ``envpool``, or ``gymnasium``, which steps them one after the other.
-        options: ``num_threads`` and ``start``, as ``make_envs`` takes them.
+        options: ``num_threads`` and ``start``, passed on to ``make_envs``.
 
     Raises:
-        UsageError: there is no such environment, or not one that these scripts can learn, or a package is missing.
+        UsageError: there is no such environment, these scripts cannot learn it, or a package is missing.
     """
     if backend == "envpool" and env_id in atari_games():
         return make_atari_envs(env_id, len(envs), seed, PROTOCOLS[protocol], first_index=envs.start, **options)

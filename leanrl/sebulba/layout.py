@@ -1,4 +1,4 @@
-"""Who runs where, and which environments are whose: ``a0-l1,2-d1`` as processes, ranks, shards and pieces."""
+"""Who runs where with which environments: ``a0-l1,2-d1`` as processes, ranks, shards and pieces."""
 
 import itertools
 import math
@@ -10,26 +10,26 @@ from leanrl.support.errors import UsageError, bad, require_at_least
 
 
 class Part(NamedTuple):
-    """One process: all that happens on one device of one group."""
+    """One process: everything that runs on one device of one group."""
 
     rank: int
     group: int
     device_id: int
     actor: int | None
-    """number of its actor device among those of all groups, by rank; None where no actor threads run here"""
+    """number of its actor device among those of all groups, by rank; None if it has no actor threads"""
     learner: int | None
-    """number of its learner among those of all groups, by rank; None where none runs here"""
+    """number of its learner among those of all groups, by rank; None if it has none"""
 
     @property
     def name(self) -> str:
-        """What errors call it: ``learner 1 (rank 2)``."""
+        """Its name in error messages: ``learner 1 (rank 2)``."""
         roles = [f"actor {self.actor}"] if self.actor is not None else []
         roles += [f"learner {self.learner}"] if self.learner is not None else []
         return f"{' and '.join(roles)} (rank {self.rank})"
 
 
 class Piece(NamedTuple):
-    """What one actor thread plays of one shard: the unit in which rollouts travel."""
+    """What one actor thread plays of one shard: the unit in which rollouts are sent."""
 
     actor: int
     thread: int
@@ -51,19 +51,19 @@ def parse_layout(text: str) -> tuple[tuple[int, ...], tuple[int, ...], int]:
 class Layout:
     """The processes of a run and the fixed partition of its environments.
 
-    Environments are numbered over groups, actor devices, threads and places in a thread, in this order. A shard is a
-    block of consecutive ones, and a learner serves consecutive shards of its own group, so that shard s holds the same
-    environments in every layout with as many environments in all.
+    Environments are numbered by group, actor device, thread and place within the thread, in this order. A shard is a
+    block of consecutive environments, and a learner serves consecutive shards of its own group, so that shard s holds
+    the same environments in every layout with the same total.
 
     Args:
-        actor_device_ids, learner_device_ids: of one group; a device in both holds both in one process.
-        num_groups: how many times that is there (``d2``: 2).
-        num_actor_threads: of each actor device.
-        local_num_envs: of each actor thread.
+        actor_device_ids, learner_device_ids: of one group; a device in both runs both in one process.
+        num_groups: copies of the group (``d2``: 2).
+        num_actor_threads: per actor device.
+        local_num_envs: per actor thread.
         num_shards: None for one per learner.
 
     Raises:
-        UsageError: device ids negative or named twice, or numbers that do not divide.
+        UsageError: device ids that are negative or repeated, or numbers that do not divide.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Layout:
             raise bad("local_num_envs", local_num_envs, f"{what}; use a multiple of {step}")
         self.shard_size = self.num_envs // self.num_shards
         self.shards_per_learner = self.num_shards // self.num_learners
-        # Actor devices first: rank 0 acts, and where it learns too it is the first learner.
+        # Actor devices first: rank 0 acts, and if it also learns it is the first learner.
         self.device_ids = tuple(dict.fromkeys((*actor_device_ids, *learner_device_ids)))
         self.parts = tuple(self._part(rank) for rank in range(num_groups * len(self.device_ids)))
 
@@ -105,7 +105,7 @@ class Layout:
         device_id = self.device_ids[local]
 
         def number(ids: tuple[int, ...]) -> int | None:
-            # By rank, whatever the order of the flag: a collective returns what it gathers in the order of the ranks.
+            # By rank, whatever the order of the flag, because collectives gather in the order of the ranks.
             by_rank = [device for device in self.device_ids if device in ids]
             return group * len(ids) + by_rank.index(device_id) if device_id in ids else None
 
@@ -116,11 +116,11 @@ class Layout:
         return next(part for part in self.parts if part.actor == actor)
 
     def learner_part(self, learner: int) -> Part:
-        """The process of a learner. That of learner 0 leads: it owns the run directory."""
+        """The process of a learner. That of learner 0 is the lead: it owns the run directory."""
         return next(part for part in self.parts if part.learner == learner)
 
     def thread_name(self, actor: int, thread: int) -> str:
-        """What errors call an actor thread: ``actor thread 3 (rank 0)``, counted over all actors."""
+        """An actor thread's name in error messages: ``actor thread 3 (rank 0)``, counted over all actors."""
         return f"actor thread {actor * self.num_actor_threads + thread} (rank {self.actor_part(actor).rank})"
 
     def thread_envs(self, actor: int, thread: int) -> range:
@@ -147,14 +147,14 @@ class Layout:
         return pieces
 
     def pieces_of_learner(self, learner: int) -> list[Piece]:
-        """What a learner is fed with, in the order of the environments."""
+        """What a learner trains on, in the order of the environments."""
         threads = itertools.product(range(self.num_actors), range(self.num_actor_threads))
         pieces = itertools.chain.from_iterable(itertools.starmap(self.pieces_of_thread, threads))
         return [piece for piece in pieces if piece.learner == learner]
 
     @classmethod
     def of(cls, args, num_groups: int = 1) -> "Layout":
-        """The layout that the arguments of a script ask for; UsageError for what cannot be."""
+        """The layout that a script's arguments ask for; UsageError if it cannot be."""
         require_at_least(args, 1, "local_num_envs", "num_actor_threads", "num_shards")
         ids = args.actor_device_ids, args.learner_device_ids
         layout = cls(*ids, num_groups, args.num_actor_threads, args.local_num_envs, args.num_shards)

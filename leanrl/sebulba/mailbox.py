@@ -1,21 +1,21 @@
-"""Waiting for things between threads, with time limits, until the run ends."""
+"""Passing things between threads, with time limits, until the run ends."""
 
 from queue import Empty, SimpleQueue
 
 
 class Stopped(Exception):
-    """The run ends; whoever waits goes home."""
+    """The run is ending, so the wait is over."""
 
 
 class Stalled(Exception):
-    """Something that was waited for did not come in time; the message says who waited for whom."""
+    """Something did not arrive in time; the message says who waited for whom."""
 
 
 class Mailbox(SimpleQueue):
-    """First in, first out, for one reader. Putting never blocks: the number of things that go round bounds it.
+    """A first-in, first-out queue for one reader. Putting never blocks; the number of items in circulation is bounded.
 
     Args:
-        timeout: seconds after which a wait is a stall.
+        timeout: seconds after which a wait counts as a stall.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -25,22 +25,22 @@ class Mailbox(SimpleQueue):
         """The oldest item.
 
         Args:
-            what: who waits for whom, for the message of a stall.
+            what: who waits for whom, for the message if it stalls.
 
         Raises:
             Stopped: the mailbox is closed.
-            Stalled: nothing came in time.
+            Stalled: nothing arrived in time.
         """
         try:
             item = super().get(timeout=self._timeout)
         except Empty:
             raise Stalled(f"waited {self._timeout:g} s for {what}") from None
         if self._closed:
-            self.close()  # the next wait, too
+            self.close()  # for the next wait, too
             raise Stopped
         return item
 
     def close(self) -> None:
-        """Ends every wait, now and later, whatever is left."""
+        """Ends every wait, now and later, whatever is left in the queue."""
         self._closed = True
         self.put(None)

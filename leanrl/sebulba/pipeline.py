@@ -1,4 +1,4 @@
-"""Brings every rollout of a group's actor threads to the learners whose shards they belong to."""
+"""Brings the rollouts of a group's actor threads to the learners whose shards they belong to."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,52 +11,52 @@ from leanrl.sebulba.start import Start
 
 
 def version_for(rollout: int, policy_lag: int, first_version: int = 0) -> int:
-    """The parameters that produce a rollout: those after ``rollout - 1 - policy_lag`` updates.
+    """The version of the parameters that plays a rollout: the one after ``rollout - 1 - policy_lag`` updates.
 
     Args:
-        rollout: from 1 on.
-        first_version: what there was at the start (after a resume, the updates before it).
+        rollout: from 1.
+        first_version: the version at the start (after a resume, the number of updates before it).
     """
     return max(first_version, rollout - 1 - policy_lag)
 
 
 @dataclass
 class Pipeline:
-    """One process's end: what its threads play goes out, what its shards need comes in."""
+    """One process's end of it: sends what its threads play, receives what its shards need."""
 
     start: Start
     """of this process"""
     threads: Sequence[ActorThread]
     """of this process"""
     shards: dict[int, Rollout]
-    """of this process's learner by their numbers, to be filled; empty where none learns"""
+    """of this process's learner by number, to be filled; empty if it has none"""
     collectives: Collectives
     first_version: int
-    """updates taken before the run (resumed) began"""
+    """updates taken before the run was resumed, else 0"""
 
     def __post_init__(self) -> None:
         self.layout, self.part, lag = self.start.layout, self.start.part, self.start.args.policy_lag
         pieces = self.layout.pieces_of_learner(self.part.learner)
         self._received = [(p, self.start.allocate(len(p.envs))) for p in pieces if p.actor != self.part.actor]
-        # With a lag the next rollout travels beside the update, unless a process that is to send it learns meanwhile.
+        # With a lag, the next rollout is sent during the update, unless a process that sends is busy learning then.
         ahead = lag != 0 and all(None in (part.actor, part.learner) for part in self.layout.parts)
         self._begun, self._begun_until = self.first_version, self.start.num_updates if ahead else 0
         self.travelling = []
 
     def exchange(self, number: int, stop: bool) -> list[tuple[Piece, Header]]:
-        """Passes rollout ``number`` on, and fills the shards with it; the next one may be on its way by then.
+        """Sends rollout ``number`` and fills the shards with it; the next one may be on its way by then.
 
         Args:
-            stop: whether this process was asked to stop, which the learners are to hear.
+            stop: whether this process was asked to stop, to tell the learners.
 
         Returns:
-            the pieces that they were filled with, in the order of their environments, each with its header.
+            the pieces that the shards were filled with and their headers, in the order of their environments.
 
         Raises:
             RuntimeError: a piece is of another rollout, or was played with other parameters than the lag allows.
-            Stopped: an actor thread of this process has failed.
+            Stopped: an actor thread of this process failed.
             Stalled: one did not play in time.
-            PeerLost: a process that a piece comes from, or goes to, is gone or does not answer in time.
+            PeerLost: a process that sends or receives a piece is gone or does not answer in time.
         """
         if self._begun < number:
             self._begin(number, stop)
@@ -70,7 +70,7 @@ class Pipeline:
         return sorted(headers, key=lambda item: item[0].envs.start)
 
     def _begin(self, number: int, stop: bool) -> None:
-        """Waits until the threads have played a rollout, and lets it travel."""
+        """Waits until the threads have played a rollout, and starts sending it."""
         if self.threads:
             self.collectives.begin("playing rollout", number)
         self._played = [(thread, thread.take(self.part.name)) for thread in self.threads]
@@ -92,7 +92,7 @@ class Pipeline:
             raise RuntimeError(f"{name} delivered {came}, but rollout {number} of parameters {version} was due")
         shard, first = self.shards[piece.shard], self.layout.shard_envs(piece.shard).start
         if len(piece.envs) == self.layout.shard_size and not self.start.args.cudagraphs:
-            # Their memory changes hands, which takes no time; captured graphs would go on reading where it was.
+            # Swapping memory takes no time, but captured graphs would keep reading the old addresses.
             for ours, theirs in zip(shard, rollout, strict=True):
                 ours.data, theirs.data = theirs.data, ours.data
         else:

@@ -1,19 +1,19 @@
-"""Random numbers that depend on what they are for, and on no process, thread or number of learners."""
+"""Random numbers that depend only on what they are for, not on processes, threads or the number of learners."""
 
 import gymnasium as gym
 import numpy as np
 import torch
 
-# SplitMix64's (https://doi.org/10.1145/2660193.2660195), as signed numbers: PyTorch multiplies them modulo 2**64, too.
+# SplitMix64's (https://doi.org/10.1145/2660193.2660195), as signed numbers, which PyTorch multiplies modulo 2**64 too.
 INCREMENT, FACTOR_1, FACTOR_2 = (
     factor - 2**64 for factor in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
-# Numbers that an environment may draw in a run, a logarithm.
+# log2 of how many numbers an environment may draw in a run.
 DRAWS_BITS = 40
 
 
 def shard_generator(seed: int, shard: int, iteration: int) -> np.random.Generator:
-    """The stream of a shard in an iteration, found without drawing those before it.
+    """The random stream of a shard in an iteration, reached without drawing the ones before it.
 
     Philox is counter-based (https://doi.org/10.1145/2063384.2063405): seed and shard are the key, and the counter
     starts at the iteration.
@@ -23,7 +23,7 @@ def shard_generator(seed: int, shard: int, iteration: int) -> np.random.Generato
 
 
 def random_bits(seed: int, numbers: torch.Tensor) -> torch.Tensor:
-    """64 random bits for each of ``numbers`` (int64): no two of them get the same."""
+    """64 random bits for each of ``numbers`` (int64), different for each."""
     return _mix(_mix(torch.tensor(seed)) + numbers * INCREMENT)
 
 
@@ -34,30 +34,30 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """``x >> bits`` with zeros from the left: PyTorch repeats the sign."""
+    """``x >> bits``, filled with zeros from the left, where PyTorch repeats the sign."""
     return (x >> bits) & (2 ** (64 - bits) - 1)
 
 
 def policy_size(space: gym.Space) -> int:
-    """Outputs of a policy, and noise that samples it: a number for each Discrete action, or for each of a Box."""
+    """Size of a policy's output, and of its sampling noise: one per Discrete action, or per dimension of a Box."""
     return int(space.n) if isinstance(space, gym.spaces.Discrete) else space.shape[0]
 
 
 def action_noise(seed: int, envs: range, steps: range, space: gym.Space, device: torch.device) -> torch.Tensor:
-    """What turns policies into samples, [T, n, k] on ``device``.
+    """Noise that turns policies into samples, [T, n, k] on ``device``.
 
-    Gumbel(0, 1) for a Discrete ``space`` of k actions: the argmax of logits plus it samples their softmax. For a Box of
-    k numbers the standard normal distribution.
+    Gumbel(0, 1) for a Discrete ``space`` of k actions: the argmax of logits plus noise samples their softmax. Standard
+    normal for a Box of k dimensions.
 
     Args:
         envs: global numbers of the n environments.
-        steps: numbers of the T steps in the run: those of rollout r begin at r T.
+        steps: numbers of the T steps in the run; those of rollout r start at r T.
     """
     size = policy_size(space)
     env, step, number = (torch.arange(r.start, r.stop, device=device) for r in (envs, steps, range(size)))
     draws = step.view(-1, 1, 1) * size + number
     bits = random_bits(seed, (env.view(-1, 1) << DRAWS_BITS) + draws)
-    # Never 0 or 1. In float64: where a row stands in its batch may change a logarithm by less than float32 can tell.
+    # Never 0 or 1. In float64: a row's place in its batch may change a logarithm's last bits, which float32 drops.
     uniform = (_shifted(bits, 12) + 0.5) * 2.0**-52
     if isinstance(space, gym.spaces.Box):
         return torch.special.ndtri(uniform).float()

@@ -1,4 +1,4 @@
-"""What learners report of an update, and what the one that leads writes down."""
+"""What learners report about an update, and what the lead learner records."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -18,30 +18,30 @@ CHECKSUM_RANGE = 2**52
 
 
 class Report(NamedTuple):
-    """A learner's, of one update; ``started`` and the like are what time.time() read."""
+    """A learner's report on one update; ``started``, ``filled`` and ``updated`` are readings of time.time()."""
 
     started: float
-    """when it began to wait for rollouts"""
+    """when it started to wait for rollouts"""
     filled: float
     """when its shards were full"""
     updated: float
     all_reduce: float
-    """seconds"""
+    """seconds spent in gradient sums"""
     pieces: list[tuple[Piece, Header]]
-    """what it learned from"""
+    """what it trained on"""
     episodes: np.ndarray
-    """[3, E] of those that ended there, see ``ended_episodes``"""
+    """[3, E], those that ended there; see ``ended_episodes``"""
 
 
 def checksum(params: torch.Tensor) -> int:
-    """A number that changes with any bit of a float32 vector [P]: equal replicas have equal ones."""
+    """A number that changes with any bit of a float32 vector [P]; equal for equal replicas."""
     bits = params.detach().view(torch.int32).long()
-    weights = 2 * torch.arange(len(bits), device=bits.device) + 1  # so that exchanged values count too
+    weights = 2 * torch.arange(len(bits), device=bits.device) + 1  # so that swapped values change it too
     return int((bits * weights).sum().item()) % CHECKSUM_RANGE
 
 
 def ended_episodes(layout: Layout, shards: dict[int, Rollout]) -> np.ndarray:
-    """Episodes that ended in a learner's shards: [3, E], place (by step, then environment of all), return, length."""
+    """Episodes that ended in a learner's shards, [3, E]: place (by step, then global environment), return, length."""
     returns, lengths = (torch.cat([getattr(x, name) for x in shards.values()], 1) for name in ("returns", "lengths"))
     steps, envs = (~returns.isnan()).nonzero(as_tuple=True)
     places = steps * layout.num_envs + layout.shard_envs(min(shards)).start + envs
@@ -49,18 +49,18 @@ def ended_episodes(layout: Layout, shards: dict[int, Rollout]) -> np.ndarray:
 
 
 def returns_and_lengths(reports: Sequence[Report]) -> tuple[list[float], list[float]]:
-    """Of the episodes that ended, by step and then environment: the same in every layout."""
+    """Returns and lengths of the episodes that ended, by step and then environment: the same in every layout."""
     episodes = np.concatenate([report.episodes for report in reports], 1)
     _, returns, lengths = episodes[:, episodes[0].argsort()].tolist()
     return returns, lengths
 
 
 class Records:
-    """What the leading learner writes down of every update.
+    """What the lead learner records of every update.
 
     Args:
-        run: the run, entered.
-        layout: for the names of the parts.
+        run: the run, already entered.
+        layout: for the names of processes and threads.
         state_dict: the script's state, for checkpoints.
     """
 
@@ -69,7 +69,7 @@ class Records:
         cut_metrics(run.dir, run.global_step, TIMELINE_FILE)
 
     def add(self, number: int, reports: Sequence[Report], metrics: dict[str, torch.Tensor], is_last: bool) -> None:
-        """Counts update ``number``; logs and checkpoints where it is time to, and logs the last one always.
+        """Counts update ``number``, and logs and checkpoints when due; the last update is always logged.
 
         Raises:
             RuntimeError: training has diverged.
@@ -80,14 +80,14 @@ class Records:
         with open(run.dir / TIMELINE_FILE, "a") as timeline:
             timeline.write(json.dumps(self._spans(number, reports)) + "\n")
         checkpoint_due = run.checkpoint_due()
-        # Before a checkpoint too: a log point is where a run that has diverged ends.
+        # Before a checkpoint too, because logging is what stops a run that has diverged.
         if number % args.log_frequency == 0 or is_last or checkpoint_due:
             run.log({**{name: value.item() for name, value in metrics.items()}, **stats(number, reports)})
         if checkpoint_due:
             run.checkpoint(self._state_dict())
 
     def _spans(self, number: int, reports: Sequence[Report]) -> dict:
-        """One line of the timeline: for each part, what it did from when to when (time.time())."""
+        """One line of the timeline: what each learner and actor thread did, from when to when (time.time())."""
         spans = {}
         for learner, report in enumerate(reports):
             busy = [["wait for rollouts", report.started, report.filled], ["update", report.filled, report.updated]]
@@ -103,7 +103,7 @@ class Records:
 
 
 def stats(number: int, reports: Sequence[Report]) -> dict[str, float]:
-    """Seconds of the last iteration, means over the parts; and by how many updates its rollouts were behind."""
+    """Mean seconds of each phase of the last iteration, and by how many updates its rollouts lagged behind."""
     headers = [header for report in reports for _, header in report.pieces]
     values = {name: [getattr(h, name) for h in headers] for name in ("inference", "env_step", "device_to_host")}
     values |= {

@@ -1,4 +1,4 @@
-"""T steps of n environments in one block of memory, so that a rollout travels as one message."""
+"""T steps of n environments in one block of memory, so that a rollout can be sent as one message."""
 
 import math
 from typing import NamedTuple
@@ -11,41 +11,41 @@ ALIGNMENT = 64
 
 
 class Header(NamedTuple):
-    """What comes with a piece of a rollout; times in seconds, the first two of the clock that time.time() reads."""
+    """What comes with a piece of a rollout. ``started`` and ``ended`` are readings of time.time(), the rest seconds."""
 
     rollout: float = 0
-    """number, from 1 on"""
+    """number, from 1"""
     version: float = 0
     """of the parameters that produced it"""
     started: float = 0
-    """when its thread began to wait for those parameters"""
+    """when its thread started to wait for those parameters"""
     ended: float = 0
     params_wait: float = 0
     inference: float = 0
     env_step: float = 0
     device_to_host: float = 0
     queue_put: float = 0
-    """waiting for a free buffer, before it started"""
+    """waiting for a free buffer, before ``started``"""
     stop: float = 0
     """1 if its process was asked to stop"""
 
 
 class Rollout(NamedTuple):
-    """A piece of a rollout, or a whole shard's; all fields are views of ``buffer``.
+    """A piece of a rollout, or a whole shard's rollout; all fields are views of ``buffer``.
 
     ``rewards[t]`` and the flags describe the transition made by ``actions[t]``, from ``obs[t]`` to ``obs[t + 1]``,
-    the true last observation where it ended an episode.
+    which is the true last observation where it ended an episode.
     """
 
     buffer: torch.Tensor  # [bytes] uint8
     header: torch.Tensor  # [len(Header)] float64
-    obs: torch.Tensor  # [T + 1, n, ...] in the environment's type
-    actions: torch.Tensor  # [T, n] int64, or as sampled, not clipped to their bounds, [T, n, action_dim] float32
+    obs: torch.Tensor  # [T + 1, n, ...] in the environment's dtype
+    actions: torch.Tensor  # [T, n] int64, or [T, n, action_dim] float32 as sampled, not clipped to their bounds
     logprobs: torch.Tensor  # [T, n] of the actions under the policy that chose them
     values: torch.Tensor  # [T, n] of obs[:-1], by the same network
-    rewards: torch.Tensor  # [T, n] what is learned from (clipped, on Atari)
-    returns: torch.Tensor  # [T, n] of the episode or game that ended with the step, of raw rewards; NaN where none did
-    lengths: torch.Tensor  # [T, n] of the same, in environment steps
+    rewards: torch.Tensor  # [T, n] for learning (clipped on Atari)
+    returns: torch.Tensor  # [T, n] raw return of the episode or game that ended on this step; NaN where none did
+    lengths: torch.Tensor  # [T, n] its length in environment steps
     terminations: torch.Tensor  # [T, n] bool, like the next two
     dones: torch.Tensor  # terminated or truncated
     resets: torch.Tensor  # the step only reset its environment: no experience
@@ -56,7 +56,7 @@ class Rollout(NamedTuple):
     ) -> "Rollout":
         """Zeros for T = ``num_steps``, n = ``num_envs`` and observations of ``space``."""
         is_image, per_step = len(space.shape) == 3, (num_steps, num_envs)
-        # Channels last, as convolutions want them: nothing has to be rearranged in an update.
+        # Channels last, the layout that convolutions want, so that an update rearranges nothing.
         obs_shape = (*space.shape[1:], space.shape[0]) if is_image else space.shape
         fields = {
             "header": ((len(Header._fields),), torch.float64),
@@ -75,5 +75,5 @@ class Rollout(NamedTuple):
         return cls(buffer, **views)
 
     def columns(self) -> tuple[torch.Tensor, ...]:
-        """All fields that have environments, along dimension 1."""
+        """The fields with one entry per environment, along dimension 1."""
         return self[2:]

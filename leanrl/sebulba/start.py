@@ -1,4 +1,4 @@
-"""What the start of a process comes to: who runs where, on which device, in which place."""
+"""How this process was started: which process of the layout it is, on which device."""
 
 import os
 import re
@@ -20,9 +20,9 @@ from leanrl.support.errors import UsageError, bad
 from leanrl.support.run import seed_everything
 
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# The ports that SLURM steps meet at, by job and step: below those that Linux gives to outgoing connections.
+# SLURM steps meet at a port derived from job and step, below those that Linux gives to outgoing connections.
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
-# Ports from one step of a job to the next: further than the numbers of jobs that run at the same time, as a rule.
+# Distance in ports between the steps of a job: usually more than that between the ids of jobs running together.
 STEP_STRIDE = 1_009
 
 
@@ -30,14 +30,14 @@ class SlurmTask(NamedTuple):
     """This process's place in a SLURM step."""
 
     number: int
-    """of this task; its group has that number"""
+    """of this task, and of its group"""
     num_tasks: int
     tasks_here: int
-    """on this machine, the most of any of the step"""
+    """tasks per machine; the first machine's, if they differ"""
     step: str
-    """what this run has in common with no other: job, step and hosts"""
+    """what identifies the run: job, step and hosts"""
     host: str
-    """where rank 0 is"""
+    """where rank 0 runs"""
     port: int
 
 
@@ -49,50 +49,50 @@ class Start:
     """the script's"""
     layout: Layout
     part: Part | None
-    """this process's; None where it is to start and watch the others"""
+    """this process; None if it is to start and watch the others"""
     device: torch.device
-    """of this part"""
+    """of this process"""
     space: gym.spaces.Box
-    """of the observations"""
+    """of observations"""
     action_space: gym.spaces.Discrete | gym.spaces.Box
     slurm: SlurmTask | None = None
-    """where ``--distributed`` asks for it"""
+    """if ``--distributed`` asks for it"""
 
     @property
     def batch_size(self) -> int:
-        """Environment steps of an update."""
+        """Environment steps per update."""
         return self.layout.num_envs * self.args.num_steps
 
     @property
     def num_updates(self) -> int:
-        """Of the whole run, each on one rollout of every environment."""
+        """Updates of the whole run, each on one rollout of every environment."""
         return self.args.total_timesteps // self.batch_size
 
     def allocate(self, num_envs: int) -> Rollout:
-        """Memory for a rollout of so many environments."""
+        """Memory for a rollout of ``num_envs`` environments."""
         return Rollout.allocate(self.space, self.action_space, self.args.num_steps, num_envs, self.device)
 
 
 def resolve_start(args: SebulbaArgs) -> Start:
-    """Finds out how this process was started, seeds it, and looks at the environment; starts nothing.
+    """Finds out how this process was started, seeds it, and inspects the environment; starts nothing.
 
-    - Under torchrun (or whatever else sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT), and as a child of the
+    - Under torchrun (or anything else that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT), and as a child of the
       supervisor, it is that rank.
-    - With ``--distributed``, under SLURM's variables, it supervises the processes of this task's group.
+    - With ``--distributed`` under SLURM, it supervises the processes of this task's group.
     - Otherwise it supervises all processes, on this machine.
 
     Args:
-        args: the script's; its own flags are validated already. ``num_envs`` is filled in.
+        args: the script's, whose own flags are already validated. ``num_envs`` is filled in.
 
     Raises:
-        UsageError: a layout that cannot be, or that does not fit the processes that were started; an environment or a
-            device that is not there.
+        UsageError: an impossible layout, or one that does not fit the processes that were started; an environment or
+            device that does not exist.
     """
     as_rank = all(name in os.environ for name in RENDEZVOUS)
     group_size = len(set(args.actor_device_ids) | set(args.learner_device_ids))
     slurm = None if as_rank or not args.distributed else slurm_task(os.environ)
     num_groups = 1 if slurm is None else slurm.num_tasks
-    if as_rank and group_size:  # validate_start refuses a group of none
+    if as_rank and group_size:  # validate_start refuses an empty group
         world_size = int(os.environ["WORLD_SIZE"])
         num_groups, rest = divmod(world_size, group_size)
         if rest or not num_groups:
@@ -106,7 +106,7 @@ def resolve_start(args: SebulbaArgs) -> Start:
         return Start(args, layout, None, device, space, action_space, slurm)
     part = layout.parts[int(os.environ["RANK"])]
     if device.type == "cuda":
-        # Groups of one machine, under torchrun, have its devices one after the other.
+        # Under torchrun, the groups on a machine take its devices one after the other.
         local_group = int(os.environ.get("LOCAL_RANK", "0")) // len(layout.device_ids)
         index = local_group * (max(layout.device_ids) + 1) + part.device_id
         if index >= torch.cuda.device_count():
@@ -129,7 +129,7 @@ def slurm_task(environ: Mapping[str, str]) -> SlurmTask:
     try:
         job, step, hosts = environ["SLURM_JOB_ID"], environ.get("SLURM_STEP_ID", "0"), environ["SLURM_STEP_NODELIST"]
         number, num_tasks = int(environ["SLURM_PROCID"]), int(environ["SLURM_NTASKS"])
-        # "3(x2),1": three on each of the first two machines. Without SLURM all are on this one.
+        # "3(x2),1": three on each of the first two machines. If it is not set, all are on this one.
         tasks_here = int(re.match(r"\d*", environ.get("SLURM_STEP_TASKS_PER_NODE", environ["SLURM_NTASKS"]))[0])
         by_step = FIRST_PORT + (int(job) + STEP_STRIDE * int(step)) % NUM_PORTS
         port = int(environ.get("MASTER_PORT", by_step))

@@ -1,4 +1,4 @@
-"""The launcher of local processes, which is no rank itself: when one of them fails, none is left running."""
+"""The launcher of local processes, itself not a rank: when one of them fails, none is left running."""
 
 import json
 import os
@@ -22,16 +22,16 @@ from leanrl.support.cli import run_directory
 from leanrl.support.errors import bad
 
 POLL_SECONDS = 0.1
-# After the first failure the others have this long to report theirs: a dead process's peers may notice it first.
+# After the first failure the others have this long to report theirs, as a dead process's peers may notice first.
 EXPLAIN_SECONDS = 1.0
-# A process that lives writes every HEARTBEAT_SECONDS, once it has imported what it needs.
+# A live process writes every HEARTBEAT_SECONDS once its imports are done.
 SILENT_SECONDS = 10 * HEARTBEAT_SECONDS
 STUCK_SECONDS = 60.0
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 def supervise(start: Start, script_file: str) -> None:
-    """Starts the processes of this task's group, each of which runs the script again, and watches them to their end.
+    """Starts the processes of this task's group, each of which runs the script again, and watches them until they end.
 
     Args:
         script_file: ``__file__`` of the script.
@@ -43,19 +43,19 @@ def supervise(start: Start, script_file: str) -> None:
     args, layout, slurm = start.args, start.layout, start.slurm
     run_dir = None if args.resume is not None or args.run_name is None else run_directory(args)
     if run_dir is not None and (run_dir / "args.json").exists():
-        # The leading process would say so, but another group's would wait for it meanwhile.
+        # The lead would say so itself, but other groups would keep waiting for it.
         raise bad("run_name", args.run_name, f"{run_dir} exists; continue it with --resume {run_dir}")
     group_size = len(layout.device_ids)
     first_rank = 0 if slurm is None else slurm.number * group_size
     tasks_here = 1 if slurm is None else slurm.tasks_here
-    # As torchrun does: those of all groups on this machine.
+    # LOCAL_WORLD_SIZE as in torchrun: the processes of all groups on this machine.
     environ = {**os.environ, "WORLD_SIZE": str(len(layout.parts)), "LOCAL_WORLD_SIZE": str(tasks_here * group_size)}
     if slurm is not None:
         environ |= {"MASTER_ADDR": slurm.host, "MASTER_PORT": str(slurm.port)}
         environ[RUN] = f"{slurm.step}, run {args.run_name or 'without a name'}"
     else:
         store = local_store()
-        # PyTorch's own word for a store that no rank holds.
+        # Tells PyTorch that no rank holds the store.
         environ |= {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     children = [
         Child(
@@ -71,9 +71,9 @@ def supervise(start: Start, script_file: str) -> None:
 
 
 def local_store() -> dist.TCPStore:
-    """A store that listens on loopback only, as PyTorch's do not by themselves.
+    """A store that listens on loopback only, unlike PyTorch's default.
 
-    The supervisor holds the port from now on: one that it had only looked up could be taken before it is used.
+    The supervisor holds the port from now on; a port that it had only looked up could be taken before it is used.
     """
     listener = socket.create_server(("127.0.0.1", 0))
     host, port = listener.getsockname()
@@ -82,26 +82,26 @@ def local_store() -> dist.TCPStore:
 
 @dataclass
 class Child:
-    """A process to start, and what is known of it since."""
+    """A process to start, and what is known about it since."""
 
     name: str
-    """of the part, for messages"""
+    """for messages"""
     command: Sequence[str]
     environ: dict[str, str]
     process: subprocess.Popen | None = None
     pipe: int = -1
     unread: bytes = b""
     last_sign: float = 0.0
-    """when it last wrote, or else was started; time.monotonic()"""
+    """when it last wrote, or was started; time.monotonic()"""
     under_way: bool = False
-    """whether its start is over"""
+    """whether its start-up is over"""
     failures: list[dict] = field(default_factory=list)
     """what it reported, see ``Status.fail``"""
 
     def start(self) -> None:
         self.pipe, theirs = os.pipe()
         os.set_blocking(self.pipe, False)
-        # In a process group of its own: Ctrl-C reaches it through the supervisor only, and not its compilers.
+        # In its own process group, so that Ctrl-C reaches it only through the supervisor, and never its compilers.
         self.process = subprocess.Popen(
             self.command,
             env={**self.environ, STATUS_FD: str(theirs)},
@@ -113,7 +113,7 @@ class Child:
         self.last_sign = time.monotonic()
 
     def read(self) -> bool:
-        """Takes in what it wrote; False once it has closed its end."""
+        """Reads what it wrote; False once it has closed its end."""
         try:
             written = os.read(self.pipe, 65536)
         except BlockingIOError:
@@ -126,7 +126,7 @@ class Child:
         return bool(written)
 
     def kill(self) -> None:
-        """Ends it and what it started; a stopped process too."""
+        """Kills it and what it started, even if it is suspended."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
@@ -138,31 +138,31 @@ class Child:
 
 @dataclass
 class Supervisor:
-    """Watches children until all have ended well, or one has not."""
+    """Watches children until all have ended well or one has failed."""
 
     children: Sequence[Child]
     """not started yet"""
     start_timeout: float
-    """seconds of silence after which a process counts as stuck in its start: while it imports and compiles, a live one
-    may be silent, too"""
+    """seconds of silence after which a process counts as stuck during start-up, when a live one may be silent too while
+    it imports and compiles"""
     timeout: float
-    """the same once it is under way, STUCK_SECONDS at most"""
+    """the same once it is under way; STUCK_SECONDS at most"""
     last_of_all: Callable[[], str] = lambda: ""
-    """names the processes that the others waited for, if there are any"""
+    """names the processes that the others waited for, if any"""
 
     def __post_init__(self) -> None:
         self.timeout = min(self.timeout, STUCK_SECONDS)
         self._signals: list[int] = []
 
     def run(self) -> int:
-        """Starts the children and waits for their end; returns the exit code. What failed is reported on stderr."""
+        """Starts the children and waits until they end; returns the exit code. Failures are reported on stderr."""
         former = {number: signal.signal(number, self._forward) for number in FORWARDED}
         try:
             with selectors.DefaultSelector() as self._selector:
                 for child in self.children:
                     heard = len(self._signals)
                     child.start()
-                    for number in self._signals[heard:]:  # while it started, nobody passed them on to it
+                    for number in self._signals[heard:]:  # signals that came while it started
                         self._pass_on(number, child)
                     self._selector.register(child.pipe, selectors.EVENT_READ, child)
                 failed = False
@@ -190,17 +190,17 @@ class Supervisor:
 
     @staticmethod
     def _pass_on(number: int, child: Child) -> None:
-        # Where Ctrl-C comes while a child still imports, SIGINT would make Python print a traceback.
+        # SIGINT would make a child that is still importing print a traceback.
         child.process.send_signal(signal.SIGTERM if number == signal.SIGINT else number)
 
     def _listen(self, seconds: float) -> None:
         for key, _ in self._selector.select(seconds):
             if not key.data.read():
                 self._selector.unregister(key.fileobj)
-                time.sleep(POLL_SECONDS)  # it is about to end: let the next poll see how
+                time.sleep(POLL_SECONDS)  # it is about to end, and the next poll sees how
 
     def _silent(self, seconds: float | None = None) -> Child | None:
-        """A running child that has not been heard of for so long, by default for too long; the longest silent one."""
+        """The running child that has been silent longest, if for more than ``seconds``; by default for too long."""
         now = time.monotonic()
 
         def is_silent(child: Child) -> bool:
@@ -210,23 +210,23 @@ class Supervisor:
         return min(filter(is_silent, self.children), key=lambda child: child.last_sign, default=None)
 
     def _hear_out(self) -> None:
-        """Takes in all that the children have to say: this process may have been stopped itself, while they wrote."""
+        """Reads everything the children wrote, which may be a lot if this process was itself suspended meanwhile."""
         until = time.monotonic() + EXPLAIN_SECONDS
         while self._silent_or_failed() and time.monotonic() < until and self._anyone_left():
             self._listen(POLL_SECONDS)
 
     def _conclude(self, failed: bool) -> int:
-        """The exit code; the last line that is printed names the part that failed."""
+        """The exit code; the last line printed names what failed."""
         self._listen(0)
         codes = [child.process.poll() for child in self.children]
         if not failed and not any(codes):
             return 0
-        if 2 in codes:  # bad input, which the child has reported in one line
+        if 2 in codes:  # bad input, which the child reported in one line
             return 2
         reported = any(child.failures for child in self.children)
         ended = {-number for number in FORWARDED}
         if self._signals and not reported and ended & {*codes} and {*codes} <= {None, 0, *ended}:
-            return 128 + self._signals[0]  # asked to stop before it had begun
+            return 128 + self._signals[0]  # asked to stop during start-up
         print(self._explain(), file=sys.stderr, flush=True)
         return 1
 
@@ -237,7 +237,7 @@ class Supervisor:
         return self._silent() is not None or any(child.failed for child in self.children)
 
     def _explain(self) -> str:
-        """One line about the failure that the others follow from."""
+        """One line about the failure that caused the others."""
         killed = {child.name: -child.process.poll() for child in self.children if (child.process.poll() or 0) < 0}
         for name, number in killed.items():
             if number == signal.SIGKILL:
@@ -246,10 +246,10 @@ class Supervisor:
         failures.sort(key=lambda failure: KINDS.index(failure["kind"]))
         if failures and failures[0]["kind"] == "error":
             return failures[0]["message"]
-        for name, number in killed.items():  # a library may abort where another process has raised an error, or waits
+        for name, number in killed.items():  # a library may abort after another process's error or stall
             last = self.last_of_all()
             return f"{name} killed by signal {number}{last and f'; {last}'}"
-        # Where others have waited in vain, for one that is silent.
+        # A silent process; if others report failures, a shorter silence counts.
         if (silent := self._silent(min(SILENT_SECONDS, self.timeout) if failures else None)) is not None:
             seconds = time.monotonic() - silent.last_sign
             start = "" if silent.under_way else " in its start, see --start-timeout"
@@ -258,6 +258,6 @@ class Supervisor:
         if failures:
             return failures[0]["message"]
         child = next((child for child in self.children if child.failed), None)
-        if child is None:  # one that was silent has answered since
+        if child is None:  # a silent one has answered since
             return "a process did not answer in time"
         return f"{child.name} ended with exit code {child.process.poll()}"

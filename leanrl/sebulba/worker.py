@@ -1,4 +1,4 @@
-"""One process of a run, from its set-up to its end: actor threads, a learner, or both."""
+"""One process of a run, from set-up to end: actor threads, a learner, or both."""
 
 import dataclasses
 import hashlib
@@ -33,27 +33,27 @@ JOIN_SECONDS = 30
 
 
 def flags_digest(args: SebulbaArgs) -> int:
-    """A number of the run and all flags that each of its processes must have been given alike."""
+    """A hash of the run's id and of all flags that its processes must have in common."""
     own = {field.name for field in dataclasses.fields(RunArgs)}
     shared = {RUN: os.environ.get(RUN), **{k: v for k, v in dataclasses.asdict(args).items() if k not in own}}
     return int(hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:15], 16)
 
 
 class Worker:
-    """One process of a run, as ``join``, which says what its arguments are, hands it to the script.
+    """One process of a run, as the script gets it from ``join`` (which documents the arguments).
 
-    The script calls ``warm_up``, starts the threads, goes through ``rollouts_due`` and answers each with ``publish``.
+    The script calls ``warm_up``, starts the threads, iterates over ``rollouts_due`` and calls ``publish`` after each.
 
     Attributes:
-        threads: the actor threads, not started; none where it does not act.
-        shards: what its learner trains on: rollouts by the numbers of their shards, always the same tensors, whose
-            memory only captured graphs may rely on; none where it does not learn.
-        sum_over_shards: vectors [P], one for each of ``shards`` -> their sum over the shards of all learners [P]; all
-            learners call it alike. It may overwrite the vectors.
+        threads: the actor threads, not started; empty if it does not act.
+        shards: what its learner trains on: rollouts by shard number, always the same tensors, but at the same addresses
+            only with ``--cudagraphs``; empty if it does not learn.
+        sum_over_shards: vectors [P], one for each of ``shards`` -> their sum over the shards of all learners [P]. All
+            learners must call it in step. It may overwrite the vectors.
         leave: leaves the process group.
 
     Raises:
-        UsageError: the run directory exists; other processes were started with other flags.
+        UsageError: the run directory exists, or other processes were started with other flags.
     """
 
     def __init__(self, start: Start, script_file: str, agent, optimizer, network, status: Status, stack) -> None:
@@ -62,7 +62,7 @@ class Worker:
         args, layout, part, batch_size = start.args, start.layout, start.part, start.batch_size
         self._run = None
         if part.learner == 0:
-            # Before the rendezvous: a run directory that exists is refused at once.
+            # Before the rendezvous, so that an existing run directory is refused at once.
             self._run = Run(args, script_file, start.device, start.num_updates * batch_size)
             self._run.model = lambda: {"agent": agent.state_dict(), "network": network}
             if args.checkpoint_every is not None and args.checkpoint_every < batch_size:
@@ -71,7 +71,7 @@ class Worker:
         self._collectives = Collectives(layout, part, start.device, args)
         self.sum_over_shards, self.leave = self._collectives.sum_over_shards, self._collectives.close
         first_step = self._share_start()
-        # From here on all stop together, whichever of them a signal reaches.
+        # From here on all processes stop together, whichever of them a signal reaches.
         self._stop = stack.enter_context(StopRequest(quiet=True))
         self._is_last = self._has_enough = False
         self._first = first_step // batch_size
@@ -87,10 +87,10 @@ class Worker:
         return {"agent": self._agent.state_dict(), "optimizer": self._optimizer.state_dict()}
 
     def _share_start(self) -> int:
-        """Gives every process the state of the one that has the run; returns the step it is at.
+        """Gives every process the lead's state; returns the environment step at which the run starts or resumes.
 
         Raises:
-            UsageError: this process was started with other flags than that.
+            UsageError: this process and the lead were started with different flags.
         """
         run, digest = self._run, flags_digest(self._args)
         if run is not None and run.resumed is not None:
@@ -110,9 +110,9 @@ class Worker:
 
     @contextmanager
     def warm_up(self) -> Iterator[None]:
-        """Around all that compiles and captures: what it changes of agent and optimiser is put back.
+        """A block for everything that compiles and captures; agent and optimiser are restored after it.
 
-        It ends when every process has come to its end.
+        It ends once every process has come to the end of its own.
         """
         run, seconds = self._run, self._args.start_timeout
         if run is not None:
@@ -120,22 +120,22 @@ class Worker:
         with run.warmup(errors_end=True) if run is not None else nullcontext():
             with self._status.warm_up_within(seconds), untouched(self._state_dict(), self._start.device):
                 yield
-            # On a GPU the threads have streams of their own, which would not wait for what was launched here.
+            # On a GPU the threads have their own streams, which would not wait for work launched here.
             self._collectives.barrier()
         self._stack.callback(self._stop_threads)
         self._status.tell_under_way()
 
     def rollouts_due(self) -> Iterator[int]:
-        """Waits for the rollouts of the run, one after the other, until it ends; then saves what is to be kept.
+        """Waits for each rollout of the run in turn; after the last, saves what is to be kept.
 
-        Where this process only acts, it passes its rollouts out and the parameters in, and yields nothing.
+        A process that only acts sends its rollouts and receives parameters here, and yields nothing.
 
         Yields:
-            the number of a rollout, from 1 on; ``shards`` hold it until the next one.
+            the number of a rollout, from 1; ``shards`` hold it until the next one.
 
         Raises:
             RuntimeError: the learners' parameters differ, a rollout is not the one that was due, or training diverged.
-            Stopped, Stalled, PeerLost: a rollout, or another process, does not come.
+            Stopped, Stalled, PeerLost: a rollout or another process did not come.
         """
         run, learns = self._run, self._part.learner is not None
         if run is not None:
@@ -146,7 +146,7 @@ class Worker:
             run.start_clock()
         for number in range(self._first + 1, self._start.num_updates + 1):
             self._number, self._started = number, time.time()
-            # What a learner was asked is in its sign.
+            # A learner passes on a request to stop in its sign, with ``publish``.
             self._pieces = self._pipeline.exchange(number, self._stop.requested and not learns)
             if learns:
                 self._filled, self._reduced = time.time(), self._collectives.all_reduce_seconds
@@ -159,21 +159,21 @@ class Worker:
             if self._is_last:
                 break
         if run is not None:
-            # After an early stop the threads wait for what never comes: a stall, if saving takes long.
+            # After an early stop the threads wait for what never comes, which becomes a stall if saving takes long.
             self._stop_threads()
             run.finish(self._state_dict())
             if self._args.evaluate_episodes is not None:
                 run.evaluate(self._args.evaluate_episodes)
             if self._args.upload_model:
                 print(f"model: {upload_run(run.dir, self._args.hf_entity)}", flush=True)
-        self._collectives.finish(self._pipeline.travelling)  # after an early stop: a rollout that nobody waits for
+        self._collectives.finish(self._pipeline.travelling)  # after an early stop: a rollout nobody needs
 
     def publish(self, losses, optimizer_steps: int) -> None:
-        """Ends the update that the last rollout was due for, and passes the new parameters on.
+        """Ends the update on the last rollout, and passes the new parameters on.
 
         Args:
-            losses: NamedTuple of tensors without shape, which are logged by their names.
-            optimizer_steps: that the update took.
+            losses: NamedTuple of 0-d tensors, logged under their names.
+            optimizer_steps: taken by the update.
         """
         number, collectives, lr = self._number, self._collectives, self._optimizer.param_groups[0]["lr"]
         synchronize_stream(self._start.device)
@@ -199,24 +199,24 @@ class Worker:
             metrics = {f"losses/{name}": value for name, value in losses._asdict().items()}
             self._records.add(number, reports, {"charts/learning_rate": lr, **metrics}, self._is_last)
             if any(stops) and not self._has_enough:
-                self._run.request_stop()  # the signal may have reached another process only
+                self._run.request_stop()  # the signal may have reached only another process
 
     def _give_params(self, params: torch.Tensor) -> None:
         for thread in self.threads:
             thread.put_params(self._number, params)
 
     def _asked_to_stop(self) -> bool:
-        """Whether this process was asked to, or leads a run that has all that it wants."""
+        """Whether a signal reached this process, or it leads a run that has reached its target or its time limit."""
         run, target = self._run, self._args.target_return
         if run is None:
             return self._stop.requested
-        stop = run.stop_requested  # before the other: the time may be up between the two
+        stop = run.stop_requested  # first, because the time may run out between the two
         reached = target is not None and run.episodes >= 100 and run.episodic_return >= target
         self._has_enough = reached or run.seconds_left <= 0
         return stop or self._has_enough
 
     def _stop_threads(self) -> None:
-        """Ends the actor threads, those that wait at once; may be called again."""
+        """Ends the actor threads, waiting ones at once; may be called again."""
         for thread in self.threads:
             thread.stop()
         deadline = time.monotonic() + JOIN_SECONDS
@@ -226,14 +226,14 @@ class Worker:
 
 @contextmanager
 def join(start: Start, script_file: str, agent: nn.Module, optimizer, network: dict) -> Iterator[Worker]:
-    """Joins the run as the part that ``start`` names: meets the others, and takes over the state of the one that leads.
+    """Joins the run as the process that ``start`` describes: meets the others and takes over the lead's state.
 
-    The end of the block is the end of the process; a failure in it is reported.
+    The process ends with the block; a failure in it is reported.
 
     Args:
         script_file: ``__file__`` of the script.
-        agent, optimizer: what is learned, overwritten with what the leading process has, or has resumed.
-        network: what the script's ``load_policy`` needs to know of ``agent``, for model.pt.
+        agent, optimizer: what is trained; overwritten with the lead's, which may be resumed.
+        network: what the script's ``load_policy`` needs to know about ``agent``, for model.pt.
     """
     status, code = Status(start.part.name), 1
     with ExitStack() as stack:
@@ -243,17 +243,17 @@ def join(start: Start, script_file: str, agent: nn.Module, optimizer, network: d
         except UsageError as error:
             report_usage_error(error, script_file)
             code = 2
-        except Stopped:  # an actor thread has failed, and reports it
+        except Stopped:  # an actor thread failed, and reports it
             status.told.wait(GRACE_SECONDS)
-        except KeyboardInterrupt:  # a second Ctrl-C, or one before signals are noted
+        except KeyboardInterrupt:  # a second Ctrl-C, or one before signals are handled
             code = 130
         except Exception as error:
-            # Before the stack: ending the threads, and a process group that is broken, may take a while.
+            # Before the stack unwinds: ending the threads and a broken process group may take a while.
             status.fail(error)
-    if code == 0:  # not after an error: NCCL would wait for the others to close their end
+    if code == 0:  # not after an error: NCCL would wait for the others
         worker.leave()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Python's own end would wait for the threads of a broken process group; and those of a whole one, which may still
-    # let go of a tensor, would find no interpreter any more and abort ("terminate called without an active exception").
+    # A normal exit would wait for the threads of a broken process group. Those of an intact one may still free a tensor
+    # after the interpreter is gone, and abort ("terminate called without an active exception").
     os._exit(code)

@@ -1,15 +1,15 @@
 """Atari games over EnvPool, behind one ``gymnasium.vector.VectorEnv`` in NEXT_STEP autoreset mode.
 
-What EnvPool 1.2 says, which differs from what Gymnasium's own Atari wrappers say:
+What EnvPool 1.2 reports, where it differs from Gymnasium's own Atari wrappers:
 
-- ``terminated`` is true where a game is over, and under ``episodic_life`` where a life was lost, unless time has run
-  out with the same step: then only ``truncated`` is. ``info["terminated"]`` is 1 where the game is over, always.
-- The step after a done only resets, and returns reward 0: the game after its end, or play after a lost life, too by up
-  to ``noop_max`` frames without action and, where the game has it, by pressing fire. What the game scores meanwhile is
-  lost, and one that ends meanwhile begins anew unmarked. ``info["elapsed_step"]`` counts the steps of a game, those
-  that only reset left out, so it does not distinguish a lost life from any other step.
-- ``info["reward"]`` is what the game gave, whatever the reward that is learned from.
-- Time that runs out ends the game, whatever lives are left.
+- ``terminated`` is true when a game is over and, under ``episodic_life``, when a life is lost, except on a step where
+  time runs out as well: then only ``truncated`` is true. ``info["terminated"]`` is 1 whenever the game is over.
+- The step after a done only resets and returns reward 0. It starts the next game, or resumes play after a lost life,
+  with up to ``noop_max`` no-op frames and, in games that have it, by pressing fire. Points scored in these frames are
+  lost, and a game that ends in them restarts without a flag. ``info["elapsed_step"]`` counts the steps of a game
+  without those that only reset, so it cannot tell a lost life from any other step.
+- ``info["reward"]`` is the game's own reward, whatever the agent learns from.
+- Running out of time ends the game, however many lives are left.
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from leanrl.support.envs import EnvPoolVectorEnv, env_seeds, near_names, require_envpool
+from leanrl.support.envs import EnvPoolVectorEnv, envpool_envs, make_envs, near_names
 from leanrl.support.errors import bad
 
 
@@ -28,24 +28,24 @@ class AtariProtocol:
     episodic_life: bool = True
     """a lost life ends the training episode, but not the game"""
     reward_clip: bool = True
-    """rewards are -1, 0 or 1"""
+    """rewards become -1, 0 or 1"""
     repeat_action_probability: float = 0.0
-    """with which the emulator repeats the last action instead ("sticky actions")"""
+    """probability that the emulator repeats the last action instead ("sticky actions")"""
     noop_max: int = 30
-    """a game starts, and goes on after a lost life, with at most so many frames without action"""
+    """at most this many no-op frames at the start of a game and after a lost life"""
     full_action_space: bool = False
-    """all 18 actions of the console, not those alone that the game knows"""
+    """all 18 actions of the console instead of the game's own"""
     max_episode_steps: int = 27_000
-    """agent steps, of 4 frames each, at which time runs out"""
+    """time limit in agent steps of 4 frames each"""
 
     def for_evaluation(self, sticky: bool) -> "AtariProtocol":
-        """The games' own rewards, for an agent that was trained under this protocol.
+        """This protocol with the game's own rewards, to evaluate an agent trained under it.
 
-        Lives stay what they were: under ``episodic_life`` EnvPool serves the next ball, where a game has one, and an
-        agent that never had to would let time run out. ``infos["game_over"]`` says where a whole game ends.
+        Lives are handled as in training: under ``episodic_life`` EnvPool serves the next ball in games that have one,
+        and an agent that never had to would let time run out. ``infos["game_over"]`` marks the end of a whole game.
 
         Args:
-            sticky: whether actions stick, with the usual probability of 0.25.
+            sticky: use sticky actions, with the usual probability of 0.25.
         """
         return replace(self, reward_clip=False, repeat_action_probability=0.25 if sticky else 0.0)
 
@@ -53,21 +53,18 @@ class AtariProtocol:
 CLEANRL = AtariProtocol()
 CLEANBA = AtariProtocol(episodic_life=False, repeat_action_probability=0.25, noop_max=1, full_action_space=True)
 PROTOCOLS = {"cleanba": CLEANBA, "cleanrl": CLEANRL}
-"""by the names that --protocol takes"""
+"""the protocols by the names that --protocol takes"""
 
 
 class AtariVectorEnv(EnvPoolVectorEnv):
-    """EnvPool's Atari games: observations uint8 [N, 4, 84, 84], the last frame last."""
+    """EnvPool's Atari games: observations uint8 [N, 4, 84, 84], the newest frame last."""
 
-    # The console shows 60 frames a second, of which an agent sees every fourth.
+    # The console runs at 60 frames per second, and the agent sees every fourth.
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP, "render_fps": 15}
-
-    def __init__(self, env_id: str, seeds: list[int], **options) -> None:
-        super().__init__(env_id, seeds, **options)
-        self._episodic_life = options["episodic_life"]
 
     def reset(self, *, seed=None, options=None) -> tuple[np.ndarray, dict]:
         obs, infos = super().reset()
+        self._episodic_life = self._pool.config["episodic_life"]
         self._lives = infos["lives"].copy()
         self._plays_on = np.zeros(self.num_envs, bool)  # the next step resets after a lost life
         return obs, infos
@@ -75,8 +72,8 @@ class AtariVectorEnv(EnvPoolVectorEnv):
     def recv(self):
         """As ``EnvPoolVectorEnv.recv``, but terminations are true wherever a life or a game was lost.
 
-        ``infos["game_over"]`` [N] is true where a game ended or time ran out; in a step that only resets, where the
-        game ended without having been played on.
+        ``infos["game_over"]`` [N] is true where a game ended or ran out of time. On a step that only resets after a
+        lost life, it is true if the game ended before play resumed.
         """
         obs, rewards, terminations, truncations, infos = super().recv()
         over, lives = infos["terminated"].astype(bool), infos["lives"]
@@ -89,38 +86,27 @@ class AtariVectorEnv(EnvPoolVectorEnv):
 
 
 def whole_games(rewards: np.ndarray, dones: np.ndarray, infos: dict) -> tuple[np.ndarray, np.ndarray]:
-    """What ``EpisodeStatistics`` is to count of a step: the games' own rewards, and where one ended, [N] each.
+    """What ``EpisodeStatistics`` counts: the games' own rewards, and where a whole game ended, [N] each.
 
-    Of environments that are no Atari games, ``rewards`` and ``dones`` themselves.
+    For environments other than Atari games these are ``rewards`` and ``dones``.
     """
     return infos.get("reward", rewards), infos.get("game_over", dones)
 
 
 def atari_games() -> list[str]:
-    """The names of all games, as in ``Breakout-v5``; UsageError where EnvPool is missing."""
-    specs = require_envpool().registration.registry.specs
-    return sorted(name for name, (module, *_) in specs.items() if module == "envpool.atari")
+    """The names of all games, such as ``Breakout-v5``; UsageError if EnvPool is missing."""
+    return sorted(name for name, module in envpool_envs().items() if module == "envpool.atari")
 
 
-def make_atari_envs(
-    env_id: str,
-    num_envs: int,
-    seed: int,
-    protocol: AtariProtocol = CLEANRL,
-    start: int = 0,
-    first_index: int = 0,
-    **options,
-) -> AtariVectorEnv:
-    """One synchronous pool of an Atari game: the same seed gives the same games.
+def make_atari_envs(env_id: str, num_envs: int, seed: int, protocol: AtariProtocol, **options) -> AtariVectorEnv:
+    """A synchronous pool of one Atari game; the same seed gives the same games.
 
     Args:
-        env_id: the game, as in ``Breakout-v5``.
-        num_envs: environments of this pool.
-        seed: of the run; each environment gets its own from it (``env_seeds``).
+        env_id: the game, such as ``Breakout-v5``.
+        num_envs: environments in this pool.
+        seed: the run's; each environment derives its own (``env_seeds``).
         protocol: how the game is played.
-        start: environment steps at which this process takes the run up, 0 on a fresh start.
-        first_index: the number of this pool's first environment among all of the run.
-        options: of EnvPool besides: ``num_threads``; ``render_mode="rgb_array"`` for environments that ``render``.
+        options: passed on to ``make_envs``: ``start``, ``first_index``, ``num_threads``, ``render_mode`` ...
 
     Raises:
         UsageError: unknown game, or EnvPool is missing.
@@ -129,4 +115,4 @@ def make_atari_envs(
     if env_id not in known:
         hint = near_names(env_id.replace("NoFrameskip-v4", "-v5"), known) or "; they are named as in Breakout-v5"
         raise bad("env_id", env_id, f"is not an Atari game of EnvPool{hint}")
-    return AtariVectorEnv(env_id, env_seeds(seed, num_envs, first_index, start), **vars(protocol), **options)
+    return make_envs(env_id, num_envs, seed, "envpool", pool_type=AtariVectorEnv, **vars(protocol), **options)

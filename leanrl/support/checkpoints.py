@@ -1,4 +1,4 @@
-"""Checkpoint files: written atomically, the last two kept, a torn or foreign one refused."""
+"""Checkpoint files: written atomically, the last two kept, damaged or foreign ones refused."""
 
 import os
 import sys
@@ -16,7 +16,7 @@ KEEP = 2
 
 @contextmanager
 def open_atomically(path: Path):
-    """A binary file to write; it leaves the old ``path`` or the whole new one, whenever the process or machine dies."""
+    """A binary file to write. If the process or machine dies, ``path`` is the old file or the complete new one."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as file:
@@ -35,21 +35,20 @@ def save_atomically(obj, path: Path) -> None:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoint files in ``folder``, newest first; copies under other names are nobody's business."""
+    """Checkpoint files in ``folder``, newest first; files with other names are ignored."""
     return sorted(folder.glob(f"step_{'[0-9]' * 12}.pt"), reverse=True)
 
 
 def resumed_step(run_dir: str | None) -> int:
-    """Environment steps of the newest checkpoint in a run directory; 0 where there is none to resume from."""
+    """Environment steps of the newest checkpoint in a run directory; 0 if there is nothing to resume."""
     paths = list_checkpoints(Path(run_dir) / "checkpoints") if run_dir is not None else []
     return int(paths[0].stem.removeprefix("step_")) if paths else 0
 
 
 def save_checkpoint(folder: Path, global_step: int, identity: dict, state: dict) -> Path:
-    """Writes ``state`` as the checkpoint of ``global_step`` and removes all but the last two up to it.
+    """Writes ``state`` as the checkpoint of ``global_step`` and deletes all but the last two up to it.
 
-    Later ones go too: a run that is at ``global_step`` found them unreadable when it resumed. So does what a kill left
-    half written.
+    Later ones are deleted too: the run could not read them when it resumed. So are files left half written by a kill.
 
     Args:
         folder: the run's ``checkpoints/``; made if missing.
@@ -70,17 +69,17 @@ def load_checkpoint(path: Path, identity: dict) -> tuple[int, dict]:
     """Reads one checkpoint: ``(global_step, state)``, tensors on the CPU.
 
     Raises:
-        UsageError: the file is torn, empty, no checkpoint, or of another format, script or environment.
+        UsageError: the file is damaged, empty, not a checkpoint, or of another format, script or environment.
     """
     try:
-        with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums that torch.save wrote
+        with zipfile.ZipFile(path) as archive:  # torch.load does not verify the checksums that torch.save writes
             if (damaged := archive.testzip()) is not None:
                 raise ValueError(f"checksum of {damaged} does not match")
-        # Mapped: a replay is read as it is copied, and never in memory twice.
+        # Memory-mapped, so that a replay is read as it is copied and never held twice.
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         found = {key: content[key] for key in ("format", *identity)}
         loaded = content["global_step"], content["state"]
-    except Exception as error:  # torch.load raises nearly anything on damaged input
+    except Exception as error:  # torch.load raises almost anything on damaged input
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
         raise UsageError(f"{path}: damaged or not a checkpoint ({reason})") from None
     if found["format"] != FORMAT:
@@ -92,12 +91,12 @@ def load_checkpoint(path: Path, identity: dict) -> tuple[int, dict]:
 
 
 def load_last_checkpoint(folder: Path, identity: dict) -> tuple[int, dict] | None:
-    """The newest checkpoint that can be read, or None where none was written yet.
+    """The newest readable checkpoint, or None if none has been written yet.
 
-    Unreadable ones are reported on stderr and the one before them is used.
+    Unreadable ones are reported on stderr and skipped.
 
     Raises:
-        UsageError: there are checkpoints, and none can be read.
+        UsageError: there are checkpoints, but none is readable.
     """
     errors = []
     for path in list_checkpoints(folder):

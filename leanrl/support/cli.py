@@ -1,4 +1,4 @@
-"""The command line that every script shares: common flags, resuming, one-line errors."""
+"""The command line shared by all scripts: common flags, resuming, one-line errors."""
 
 import dataclasses
 import json
@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import psutil
 import tyro
@@ -31,17 +30,17 @@ class RunArgs:
     checkpoint_every: int | None = 100_000
     """environment steps between checkpoints (one is always written at the end); None writes none before the end"""
     resume: str | None = None
-    """run directory to continue from its last checkpoint; its arguments are taken over"""
+    """run directory to resume from its last checkpoint, with the arguments it was started with"""
     max_seconds: float | None = None
-    """end after so many seconds of training, all starts together; compilation, capture and random steps do not count"""
+    """stop after this many seconds of training, resumes included; compilation, capture and random steps do not count"""
     snapshot_seconds: float | None = None
-    """keep the model in snapshots/ at the first log point after each multiple of so many seconds, and at the end, for
+    """save the model to snapshots/ at the first log point after each multiple of this many seconds, and at the end, for
     `python -m leanrl.tools.speedrun`"""
     save_model: bool = False
     """write model.pt at the end, which `python -m leanrl.tools.evaluate RUN_DIR` plays"""
     capture_video: bool = False
-    """play one episode with the trained policy at the end and write it as mp4 into the run directory.
-    Gymnasium or EnvPool draws it, whichever stepped the environments, but MuJoCo always Gymnasium; where that cannot,
+    """film one episode of the trained policy at the end, as an mp4 in the run directory.
+    It is rendered by the backend that stepped the environments, MuJoCo always by Gymnasium; if that cannot render it,
     the run is refused at once"""
     track: bool = False
     """also log to Weights & Biases (offline when no key is configured)"""
@@ -51,48 +50,45 @@ class RunArgs:
     """W&B team or user"""
 
 
-Args = TypeVar("Args", bound=RunArgs)
-
-
 def read_args_json(run_dir: Path, flag: str = "") -> dict:
-    """The contents of ``args.json`` of a run directory; UsageError, about ``flag``, if ``run_dir`` is not one."""
+    """The contents of a run directory's ``args.json``; UsageError, starting with ``flag``, if ``run_dir`` has none."""
     path = run_dir / "args.json"
     try:
         content = json.loads(path.read_text())
         _ = content["script"], content["args"]["env_id"]
     except OSError as error:
         raise UsageError(f"{flag}{run_dir}: not a run directory ({path}: {error.strerror})") from None
-    except (ValueError, LookupError, TypeError):  # neither text nor JSON, or that of something else
+    except (ValueError, LookupError, TypeError):  # not text, not JSON, or JSON of something else
         raise UsageError(f"{flag}{path}: was not written by a training script") from None
     return content
 
 
 def run_directory(args: RunArgs) -> Path:
-    """``RUNS_DIR/RUN_NAME``; UsageError if the name is more or less than one folder's."""
+    """``RUNS_DIR/RUN_NAME``; UsageError unless the name is that of a single folder."""
     if args.run_name in ("", ".", "..") or "/" in args.run_name:
         raise bad("run_name", args.run_name, "must be the name of one folder, which is made in --runs-dir")
     return Path(args.runs_dir) / args.run_name
 
 
 def restarted(args_json: Path) -> bool:
-    """Whether torchrun or SLURM started this process again after a failure or a requeue of the run of ``args_json``."""
+    """Whether torchrun or SLURM restarted this process, after a failure or a requeue, for the run of ``args_json``."""
     if not args_json.exists():
         return False
     if int(os.environ.get("SLURM_RESTART_COUNT", "0") or 0) > 0:
         return True
-    # torchrun also restarts what was refused because the directory is an earlier run's: older than torchrun itself.
+    # torchrun also restarts a run that was refused because its directory exists: args.json is then older than torchrun.
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0) > 0
     return again and args_json.stat().st_mtime >= psutil.Process(os.getppid()).create_time()
 
 
-def parse_args(args_type: type[Args], script: str, argv: list[str] | None = None) -> Args:
+def parse_args(args_type: type[RunArgs], script: str, argv: list[str] | None = None) -> RunArgs:
     """Reads the command line into ``args_type``.
 
     With ``--resume RUN_DIR`` the arguments of that run are the defaults, and only those in MAY_CHANGE_ON_RESUME may
-    differ from them. A process restarted by torchrun or SLURM resumes its ``--run-name`` by itself.
+    differ from them. A process restarted by torchrun or SLURM resumes its ``--run-name`` without the flag.
 
     Raises:
-        UsageError: ``--resume`` names no run, a run of another script, or a flag that may not change was changed.
+        UsageError: ``--resume`` names no run or another script's, or a flag was changed that may not change.
     """
     text = sys.modules[args_type.__module__].__doc__
     parse = partial(tyro.cli, args_type, args=argv, prog=f"python leanrl/{script}.py", description=text)
@@ -107,12 +103,12 @@ def parse_args(args_type: type[Args], script: str, argv: list[str] | None = None
         raise bad("resume", resume, f"is a run of {stored['script']}, this script is {script}")
     names = {f.name for f in dataclasses.fields(args_type)}
     first = args_type(**{name: value for name, value in stored["args"].items() if name in names})
-    # Where the run lies now, not where it lay when it was started: run directories may be moved.
+    # The run directory may have been moved since the run was started.
     first.runs_dir, first.run_name = str(Path(resume).resolve().parent), Path(resume).resolve().name
-    # Once more: what the command line leaves out is as it was.
+    # Parsed again, so that flags left out keep their values.
     args = parse(default=first)
     args.resume = resume
-    if run_directory(args).resolve() == Path(resume).resolve():  # the same folder in other words
+    if run_directory(args).resolve() == Path(resume).resolve():  # the same folder, written differently
         args.runs_dir = first.runs_dir
     for name, was in vars(first).items():
         if getattr(args, name) != was and name not in MAY_CHANGE_ON_RESUME:
@@ -120,7 +116,7 @@ def parse_args(args_type: type[Args], script: str, argv: list[str] | None = None
     return args
 
 
-def run_script(main: Callable[[Args], None], args_type: type[Args], script_file: str) -> None:
+def run_script(main: Callable, args_type: type[RunArgs], script_file: str) -> None:
     """Entry point of every script: parses, runs ``main(args)``; a UsageError is one line on stderr and exit code 2."""
     try:
         main(parse_args(args_type, Path(script_file).stem))
@@ -131,5 +127,5 @@ def run_script(main: Callable[[Args], None], args_type: type[Args], script_file:
 
 def report_usage_error(error: UsageError, script_file: str) -> None:
     """Prints ``error`` as one line on stderr."""
-    line = " ".join(str(error).split())  # messages of libraries may have several lines
+    line = " ".join(str(error).split())  # a library's message may span several lines
     print(f"{Path(script_file).name}: {line}", file=sys.stderr)

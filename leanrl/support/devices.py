@@ -1,4 +1,4 @@
-"""Choosing the device and the number of CPU threads; checks of what this machine lacks."""
+"""The device, CPU threads and CPU settings of a run, and errors for what this machine lacks."""
 
 import ctypes
 import os
@@ -13,18 +13,17 @@ import torch
 
 from leanrl.support.errors import UsageError, bad, flag
 
-# Language, environment variable and usual command of the compiler that --compile calls: TorchInductor's own on a CPU;
-# on a GPU that of Triton, whose kernels C code launches.
+# Language, environment variable and usual command of the compiler behind --compile: TorchInductor's on a CPU, on a GPU
+# that of Triton, which launches its kernels from C.
 COMPILERS = {"cpu": ("C++", "CXX", "g++"), "cuda": ("C", "CC", "gcc")}
-CPUINFO = Path("/proc/cpuinfo")
-# Its words for units that multiply in bfloat16; the last one is ARM's.
-BF16_FEATURES = {"avx512_bf16", "amx_bf16", "bf16"}
-# Of glibc's malloc.h.
+# PyTorch's names for units that multiply in bfloat16; the last is ARM's.
+BF16_CAPABILITIES = ("avx512_bf16", "amx_bf16", "bf16")
+# From glibc's malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 
 
 def resolve_device(args) -> torch.device:
-    """The device of ``--device {auto,cpu,cuda,cuda:N}``, after checking that the run's modes can work there.
+    """The device named by ``--device {auto,cpu,cuda,cuda:N}``, after checking that the run's modes work on it.
 
     ``--one-graph`` switches ``--cudagraphs`` on.
 
@@ -41,7 +40,7 @@ def resolve_device(args) -> torch.device:
         device = torch.device("cuda", device.index or 0)
         if device.index >= torch.cuda.device_count():
             raise bad("device", name, f"this machine has {torch.cuda.device_count()} CUDA devices; try --device cpu")
-        if device.index > 0:  # graphs and pinned memory would go to the first one, which is not to be touched
+        if device.index > 0:  # or graphs and pinned memory would use the first one
             torch.cuda.set_device(device)
     for mode in ("one_graph", "cudagraphs"):
         if getattr(args, mode, False) and device.type != "cuda":
@@ -56,31 +55,31 @@ def resolve_device(args) -> torch.device:
 
 
 def has_compiler(device_type: str) -> bool:
-    """Whether the compiler is there that ``--compile`` calls (COMPILERS)."""
+    """Whether the compiler that ``--compile`` needs is installed (COMPILERS)."""
     _, variable, command = COMPILERS[device_type]
     return shutil.which(os.environ.get(variable) or command) is not None
 
 
 def has_bf16_units() -> bool:
-    """Whether this processor multiplies in bfloat16; True where nothing says so either way.
+    """Whether this processor multiplies in bfloat16; True if PyTorch cannot tell.
 
-    Without, ``--amp bf16`` is two to three times as slow as float32.
+    If not, ``--amp bf16`` is two to three times as slow as float32.
     """
-    features = _cpuinfo("flags|Features").split()
-    return not features or not BF16_FEATURES.isdisjoint(features)
+    told = [has for name, has in torch.cpu.get_capabilities().items() if name in BF16_CAPABILITIES]
+    return any(told) or not told
 
 
 def update_threads(requested: int | None, minibatch_size: int) -> int:
     """CPU threads for the update: ``requested``, or what suits a small network at this minibatch size.
 
-    Under about a thousand rows a 64x64 network is done before a second thread has woken up.
+    Below about a thousand rows, a 64x64 network is done before a second thread has woken up.
     """
     return requested or (1 if minibatch_size < 1024 else available_cores())
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """PyTorch with one CPU thread: what is compiled meanwhile will always start that one alone."""
+    """Limits PyTorch to one CPU thread; what is compiled in the block always runs on one."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -90,7 +89,7 @@ def one_thread() -> Iterator[None]:
 
 
 def synchronize_stream(device: torch.device) -> None:
-    """Waits for what this thread's stream of ``device`` was given; other threads' streams may go on."""
+    """Waits for this thread's current stream on ``device``, and for no other thread's."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
@@ -101,10 +100,10 @@ def available_cores() -> int:
 
 
 def set_cpu_numerics(num_threads: int) -> None:
-    """Threads, denormal numbers and float32 products of PyTorch on the CPU; call it before any work is done there.
+    """Sets PyTorch's threads, denormals and float32 products on the CPU; call it before any work is done there.
 
-    Denormal numbers count as 0: Adam's averages decay into them wherever gradients stay 0 (behind a dead relu, say),
-    and arithmetic on them takes many times as long. Threads take the setting over from the one that starts them.
+    Denormals are flushed to 0: Adam's averages decay into them wherever gradients stay 0 (behind a dead ReLU, say), and
+    arithmetic on them is many times slower. Threads inherit the setting from the one that starts them.
     """
     torch.set_flush_denormal(True)
     torch.set_num_threads(num_threads)
@@ -112,24 +111,23 @@ def set_cpu_numerics(num_threads: int) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Lets the process keep what PyTorch frees on the CPU, instead of giving it back to the operating system.
+    """Keeps the CPU memory that PyTorch frees, instead of returning it to the operating system.
 
-    An update on images frees and asks again for hundreds of megabytes, every page of which the operating system would
-    clear and map anew. The process then stays as large as it once was. glibc alone has these settings: elsewhere
-    nothing is changed.
+    An update on images frees and reallocates hundreds of megabytes, and the operating system would clear and map every
+    page again. The process stays as large as it ever was. Only glibc has these settings; elsewhere nothing changes.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_MAX, 0)  # large blocks come from the heap too,
+        libc.mallopt(M_MMAP_MAX, 0)  # put large blocks on the heap too,
         libc.mallopt(M_TRIM_THRESHOLD, -1)  # which never shrinks,
         libc.mallopt(M_ARENA_MAX, 1)  # and which all threads share
 
 
 def use_onednn_products() -> None:
-    """Lets oneDNN do float32 matrix products on AMD's processors, where PyTorch's own choice, MKL, holds back.
+    """Uses oneDNN for float32 matrix products on AMD processors, where MKL, PyTorch's choice, is slow.
 
-    Telling oneDNN that it may use bfloat16 makes PyTorch call it. Without AMX units it computes in float32 all the
-    same, and faster than MKL; where a product shows that it does not, nothing is changed. ``args.json`` records it.
+    PyTorch calls oneDNN once that may use bfloat16. Without AMX units it computes in float32 all the same, faster than
+    MKL. A test product checks this; if it is not exact enough, nothing changes. ``args.json`` records the setting.
     """
     settings = torch.backends.mkldnn.matmul
     if "AMD" not in cpu_name() or not torch.backends.mkldnn.is_available():
@@ -144,12 +142,7 @@ def use_onednn_products() -> None:
 
 
 def cpu_name() -> str:
-    """The processor's name as the operating system has it."""
-    return _cpuinfo("model name") or platform.processor() or platform.machine()
-
-
-def _cpuinfo(names: str) -> str:
-    """The first entry of CPUINFO by one of ``names``, ``a|b``; empty where there is none."""
-    text = CPUINFO.read_text() if CPUINFO.exists() else ""
-    entry = re.search(rf"^(?:{names})\s*:(.*)", text, re.MULTILINE)
-    return entry[1].strip() if entry else ""
+    """The processor's name, as the operating system reports it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    entry = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    return entry[1].strip() if entry else platform.processor() or platform.machine()

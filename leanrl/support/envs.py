@@ -1,6 +1,6 @@
 """Gymnasium and EnvPool behind one ``gymnasium.vector.VectorEnv`` in NEXT_STEP autoreset mode.
 
-The step after a done ignores its action, resets, and returns reward 0. So the observation that comes with a done is
+The step after a done ignores its action, resets, and returns reward 0, so the observation that comes with a done is
 the true last one of its episode (https://farama.org/Vector-Autoreset-Mode).
 """
 
@@ -24,20 +24,20 @@ EnvBackend = Literal["gymnasium", "envpool"]
 
 
 def env_seeds(seed: int, num_envs: int, first_index: int = 0, start: int = 0) -> list[int]:
-    """One seed an environment, in [0, 2**31).
+    """One seed per environment, in [0, 2**31).
 
     Drawn from ``SeedSequence([seed, global index])``: with ``seed + index``, seeds 1 and 2 would share nearly all
-    their environments. ``start`` is the step a run is resumed at, so that its fresh episodes are new ones.
+    their environments. ``start`` is the step at which a run is resumed, so that it does not repeat its first episodes.
     """
     entropy = [[seed, index] + ([start] if start else []) for index in range(first_index, first_index + num_envs)]
     return [int(np.random.SeedSequence(words).generate_state(1)[0] >> 1) for words in entropy]
 
 
 class SerialVectorEnv(SyncVectorEnv):
-    """Environments of vectors of numbers, stepped one after the other in this process.
+    """Environments with vector observations, stepped one after the other in this process.
 
-    A step is that of ``SyncVectorEnv``, less its general observation spaces and per-environment infos (always empty
-    here): at one MuJoCo environment those cost a third of the simulator's own time.
+    Does what ``SyncVectorEnv`` does, without general observation spaces and per-environment infos (always empty here):
+    with one MuJoCo environment they cost a third of the simulator's own time.
     """
 
     def __init__(self, envs: list[gym.Env], seeds: list[int]) -> None:
@@ -47,7 +47,7 @@ class SerialVectorEnv(SyncVectorEnv):
         self._obs = np.zeros(self.observation_space.shape, self.observation_space.dtype)
 
     def reset(self, *, seed=None, options=None) -> tuple[np.ndarray, dict]:
-        """Starts every environment anew, with the seeds given at construction."""
+        """Resets every environment, with the seeds given at construction."""
         for i, env in enumerate(self.envs):
             self._obs[i], _ = env.reset(seed=self._seeds[i])
         self._done = [False] * self.num_envs
@@ -70,9 +70,9 @@ class SerialVectorEnv(SyncVectorEnv):
         return obs.copy(), rewards, terminations, truncations, {}
 
     def state_dict(self) -> dict | None:
-        """A copy of all that decides what the following steps return, for a checkpoint.
+        """A copy of everything that decides what the following steps return, for a checkpoint.
 
-        None where an environment is not one that ``leanrl.support.simulators`` knows: it can only start afresh.
+        None if ``leanrl.support.simulators`` does not know one of the environments, which can then only start afresh.
         """
         states = [env_state(env) for env in self.envs]
         if any(state is None for state in states):
@@ -80,11 +80,11 @@ class SerialVectorEnv(SyncVectorEnv):
         return {"envs": states, "done": self._done.copy(), "obs": torch.tensor(self._obs)}
 
     def load_state_dict(self, state: dict) -> np.ndarray:
-        """Restores a ``state_dict`` of environments made alike, no ``reset`` needed before or after.
+        """Restores a ``state_dict`` of environments made the same way; no ``reset`` is needed before or after.
 
-        Returns the observations [N, ...] that the next action is for.
+        Returns the observations [N, ...] to act on next.
         """
-        self.reset()  # Gymnasium's wrappers refuse to step an environment that never was
+        self.reset()  # Gymnasium's wrappers refuse to step an environment that was never reset
         for env, saved in zip(self.envs, state["envs"], strict=True):
             set_env_state(env, saved)
         self._done = list(state["done"])
@@ -92,29 +92,22 @@ class SerialVectorEnv(SyncVectorEnv):
         return self._obs.copy()
 
     def render(self) -> np.ndarray:
-        """The picture [H, W, 3] of the first environment, which was made with ``render_mode="rgb_array"``."""
+        """An image [H, W, 3] of the first environment, which must have been made with ``render_mode="rgb_array"``."""
         return self.envs[0].render()
 
 
-def _pendulum_tip(obs: np.ndarray) -> np.ndarray:
-    """Height [N] of InvertedDoublePendulum's tip, from the sines and cosines of two joints, 0.6 m of pole beyond each.
-
-    Gymnasium reads that of the integrator's last stage, which is within a millimetre.
-    """
-    sin1, sin2, cos1, cos2 = obs[:, 1:5].T
-    return 0.6 * (cos1 + cos1 * cos2 - sin1 * sin2)
-
-
-# By name, all versions: whether the episodes that observations [N, ...] belong to have terminated. Gymnasium's rules;
-# comparisons are such that what is not a number is unhealthy.
+# By name without version: whether the episodes that observations [N, ...] belong to have terminated. Gymnasium's rules,
+# with the comparisons written so that NaN is unhealthy.
 TERMINATED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    # Gymnasium ends Hopper at velocities beyond 100 too; the observation clips them at 10.
+    # Gymnasium also ends Hopper at velocities above 100, but the observation clips them at 10.
     "Hopper": lambda obs: ~((obs[:, 0] > 0.7) & (np.abs(obs[:, 1]) < 0.2) & (np.abs(obs[:, 1:]) < 100).all(1)),
     "Walker2d": lambda obs: ~((obs[:, 0] > 0.8) & (obs[:, 0] < 2) & (np.abs(obs[:, 1]) < 1)),
     "Ant": lambda obs: ~((obs[:, 0] >= 0.2) & (obs[:, 0] <= 1) & np.isfinite(obs).all(1)),
     "Humanoid": lambda obs: ~((obs[:, 0] > 1) & (obs[:, 0] < 2)),
     "InvertedPendulum": lambda obs: ~((np.abs(obs[:, 1]) <= 0.2) & np.isfinite(obs).all(1)),
-    "InvertedDoublePendulum": lambda obs: _pendulum_tip(obs) <= 1,
+    # The tip's height, from the sines and cosines of two joints, each with 0.6 m of pole beyond it. Gymnasium takes it
+    # from the integrator's last stage, which is within a millimetre.
+    "InvertedDoublePendulum": lambda obs: 0.6 * (obs[:, 3] * (1 + obs[:, 4]) - obs[:, 1] * obs[:, 2]) <= 1,
     "CartPole": lambda obs: (np.abs(obs[:, 0]) > 2.4) | (np.abs(obs[:, 2]) > np.deg2rad(12)),
     "Acrobot": lambda obs: obs[:, 1] * obs[:, 3] - obs[:, 0] * (1 + obs[:, 2]) > 1,
     "MountainCar": lambda obs: (obs[:, 0] >= 0.5) & (obs[:, 1] >= 0),
@@ -123,10 +116,10 @@ TERMINATED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def _as_declared_in_gymnasium(space: gym.Space) -> gym.Space:
-    """A space of EnvPool's with the keys of its Dicts sorted, and infinite where its bounds stand for none.
+    """One of EnvPool's spaces with the keys of its Dicts sorted, and infinite where it is unbounded.
 
-    Those are the largest number of the dtype, and dm_control's lowest is C++'s ``numeric_limits<double>::min()``: the
-    smallest positive one.
+    EnvPool writes the largest number of the dtype there; dm_control's lower bound is C++'s
+    ``numeric_limits<double>::min()``, the smallest positive number.
     """
     if isinstance(space, gym.spaces.Dict):
         return gym.spaces.Dict({key: _as_declared_in_gymnasium(part) for key, part in space.items()})
@@ -139,7 +132,7 @@ def _as_declared_in_gymnasium(space: gym.Space) -> gym.Space:
 
 
 def _columns(space: gym.Space, obs) -> list[np.ndarray]:
-    """Observations of a batch, each part [N, columns]: what ``gymnasium.spaces.flatten`` makes of each one."""
+    """A batch of observations as arrays [N, columns], in the order of ``gymnasium.spaces.flatten``."""
     if isinstance(space, gym.spaces.Dict):
         return [columns for key, part in space.items() for columns in _columns(part, obs[key])]
     if isinstance(space, gym.spaces.Discrete):
@@ -148,18 +141,18 @@ def _columns(space: gym.Space, obs) -> list[np.ndarray]:
 
 
 class EnvPoolVectorEnv(VectorEnv):
-    """EnvPool's synchronous mode as a VectorEnv. Its own autoreset is NEXT_STEP already.
+    """EnvPool's synchronous mode as a VectorEnv. Its own autoreset mode is NEXT_STEP already.
 
-    ``Dict`` observations are flattened in the order of their sorted keys, at each level, as ``make_env`` does.
+    ``Dict`` observations are flattened in the order of their sorted keys, at every level, as in ``make_env``.
 
-    A step that ends an episode as time runs out is both terminated and truncated, as in Gymnasium, where TERMINATED
-    has a rule for the environment. Of others EnvPool says ``truncated`` alone, and learners bootstrap from its end.
+    A step that ends an episode just as time runs out is both terminated and truncated, as in Gymnasium, if TERMINATED
+    has a rule for the environment. In others EnvPool reports only ``truncated``, and learners bootstrap.
 
     Args:
-        env_id: one of EnvPool's; nothing is checked here.
+        env_id: one of EnvPool's; not checked here.
         seeds: one per environment.
-        num_threads: C++ threads that step them; 0 for EnvPool's own choice.
-        options: of that environment in EnvPool, as in ``envpool.make``.
+        num_threads: C++ threads that step them; 0 lets EnvPool choose.
+        options: passed on to ``envpool.make``.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
@@ -170,7 +163,7 @@ class EnvPoolVectorEnv(VectorEnv):
         self._pool = envpool.make_gymnasium(env_id, num_envs=len(seeds), seed=seeds, num_threads=num_threads, **options)
         self.num_envs = len(seeds)
         self._terminated = TERMINATED.get(env_id.rpartition("-v")[0])
-        with warnings.catch_warnings(action="ignore"):  # EnvPool gives float32 spaces their bounds as float64
+        with warnings.catch_warnings(action="ignore"):  # EnvPool's float32 spaces have float64 bounds
             self._space = self.single_observation_space = _as_declared_in_gymnasium(self._pool.observation_space)
             self.single_action_space = _as_declared_in_gymnasium(self._pool.action_space)
         if isinstance(self._space, gym.spaces.Dict):
@@ -179,7 +172,7 @@ class EnvPoolVectorEnv(VectorEnv):
         self.action_space = batch_space(self.single_action_space, self.num_envs)
 
     def reset(self, *, seed=None, options=None) -> tuple[np.ndarray, dict]:
-        """Starts every environment anew. The seeds were given at construction, as EnvPool wants them."""
+        """Resets every environment. The seeds were given at construction, where EnvPool wants them."""
         obs, infos = self._pool.reset()
         return self._flatten(obs), infos
 
@@ -194,21 +187,21 @@ class EnvPoolVectorEnv(VectorEnv):
         return self.recv()
 
     def send(self, actions: np.ndarray) -> None:
-        """The first half of ``step``: sets the environments going and returns at once."""
+        """The first half of ``step``: starts the environments and returns at once."""
         self._pool.send(np.asarray(actions, self.single_action_space.dtype))
 
     def recv(self):
-        """The second half of ``step``: waits for all environments and returns what they say, in their order."""
+        """The second half of ``step``: waits for all environments and returns their results, in order."""
         obs, rewards, terminations, truncations, infos = self._pool.recv()
         obs = self._flatten(obs)
-        # Resets of dm_control repeat the last reward, Meta-World's return that of the new state.
+        # On a reset, dm_control repeats the last reward and Meta-World returns the new state's.
         rewards[infos["elapsed_step"] == 0] = 0
-        if self._terminated is not None and truncations.any():  # on those steps EnvPool says nothing of terminations
+        if self._terminated is not None and truncations.any():  # EnvPool reports no terminations on those steps
             terminations = terminations | (truncations & self._terminated(obs))
         return obs, rewards, terminations, truncations, infos
 
     def render(self) -> np.ndarray:
-        """The picture [H, W, 3] of the first environment, which was made with ``render_mode="rgb_array"``."""
+        """An image [H, W, 3] of the first environment, which must have been made with ``render_mode="rgb_array"``."""
         return self._pool.render(env_ids=0)[0]
 
     def close_extras(self, **kwargs) -> None:
@@ -216,7 +209,7 @@ class EnvPoolVectorEnv(VectorEnv):
 
 
 def near_names(name: str, known) -> str:
-    """``; did you mean HalfCheetah-v5, ...?``, or nothing where no known name is near."""
+    """``; did you mean HalfCheetah-v5, ...?``, or an empty string if no known name is close."""
     lower = {k.lower(): k for k in known}
     matches = difflib.get_close_matches(name.lower(), lower, n=3, cutoff=0.6)
     return f"; did you mean {', '.join(lower[m] for m in matches)}?" if matches else ""
@@ -225,14 +218,14 @@ def near_names(name: str, known) -> str:
 def make_env(env_id: str, **kwargs) -> gym.Env:
     """``gymnasium.make`` with ``Dict`` and ``Tuple`` observations flattened to vectors of numbers.
 
-    The order is Gymnasium's: that of the sorted keys, at each level, unless an environment declares an OrderedDict. A
-    ``Discrete`` part becomes one-hot, a ``Text`` the numbers of its letters.
+    The order is Gymnasium's: sorted keys at every level, unless an environment declares an OrderedDict. ``Discrete``
+    becomes one-hot, ``Text`` the indices of its characters.
 
     Raises:
-        UsageError: unknown environment, a missing package, or parts of an observation whose size varies.
+        UsageError: unknown environment, a missing package, or observations whose size varies.
     """
     try:
-        with warnings.catch_warnings(action="ignore"):  # that the version is old, once for each of the environments
+        with warnings.catch_warnings(action="ignore"):  # "out of date", once per environment
             env = gym.make(env_id, **kwargs)
     except (gym.error.Error, ImportError, ValueError) as error:
         if env_id not in gym.registry:
@@ -248,21 +241,21 @@ def make_env(env_id: str, **kwargs) -> gym.Env:
     return env
 
 
-def require_envpool():
-    """The module ``envpool``; UsageError where it is missing."""
+def envpool_envs() -> dict[str, str]:
+    """EnvPool's environments and the module of each, such as ``envpool.atari``; UsageError if EnvPool is missing."""
     try:
         import envpool
     except ImportError as error:
         raise UsageError(f"EnvPool: the package is missing ({error}); {pip_command('envpool')}") from None
-    return envpool
+    return {env_id: module for env_id, (module, *_) in envpool.registration.registry.specs.items()}
 
 
 def require_envpool_env(env_id: str) -> str:
-    """The part of EnvPool that has ``env_id``, such as ``envpool.atari``; UsageError where none does."""
-    known = require_envpool().registration.registry.specs
+    """EnvPool's module for ``env_id``; UsageError if it has no such environment."""
+    known = envpool_envs()
     if env_id not in known:
         raise bad("env_id", env_id, f"is not an EnvPool environment{near_names(env_id, known)}")
-    return known[env_id][0]
+    return known[env_id]
 
 
 def make_envs(
@@ -273,37 +266,41 @@ def make_envs(
     num_threads: int = 0,
     start: int = 0,
     first_index: int = 0,
+    pool_type: type[EnvPoolVectorEnv] = EnvPoolVectorEnv,
+    **options,
 ) -> VectorEnv:
     """Vectorised environments in NEXT_STEP autoreset mode.
 
     Args:
         env_id: Gymnasium's name; EnvPool uses the same ones.
-        seed: of the run; each environment gets its own from it (``env_seeds``).
-        backend: ``gymnasium`` steps serially in this process; ``envpool`` on ``num_threads`` C++ threads (0: its own
-            choice), which pays with many environments.
-        start: environment steps at which this process takes the run up, 0 on a fresh start.
-        first_index: number of the first environment among all of the run.
+        seed: the run's; each environment derives its own (``env_seeds``).
+        backend: ``gymnasium`` steps them one after the other in this process; ``envpool`` on ``num_threads`` C++
+            threads (0 lets it choose), which pays off with many environments.
+        start: environment step at which the run is resumed, 0 on a fresh start.
+        first_index: index of the first environment among all of the run's.
+        pool_type: class for EnvPool's environments.
+        options: passed on to ``gymnasium.make`` or ``envpool.make``.
 
     Raises:
         UsageError: unknown environment, or a missing package.
     """
     seeds = env_seeds(seed, num_envs, first_index, start)
     if backend == "gymnasium":
-        return SerialVectorEnv([make_env(env_id) for _ in range(num_envs)], seeds)
+        return SerialVectorEnv([make_env(env_id, **options) for _ in range(num_envs)], seeds)
     require_envpool_env(env_id)
-    return EnvPoolVectorEnv(env_id, seeds, num_threads)
+    return pool_type(env_id, seeds, num_threads, **options)
 
 
 def save_envs(envs: VectorEnv, episodes: EpisodeStatistics) -> dict | None:
-    """The simulators and their unfinished episodes, for a checkpoint; None where they cannot be saved."""
+    """The simulators and their unfinished episodes, for a checkpoint; None if they cannot be saved."""
     simulators = envs.state_dict() if isinstance(envs, SerialVectorEnv) else None
     return None if simulators is None else {"simulators": simulators, "episodes": episodes.state_dict()}
 
 
 def start_envs(envs: VectorEnv, episodes: EpisodeStatistics, saved: dict | None) -> tuple[np.ndarray, np.ndarray]:
-    """First observations [N, ...], and resets [N]: whether an environment's next step only resets it.
+    """The first observations [N, ...], and resets [N]: whether an environment's next step only resets it.
 
-    With ``saved``, by ``save_envs``, they are those at which the run was interrupted; without it episodes start afresh.
+    With ``saved`` (from ``save_envs``) episodes continue where the run was interrupted; without it they start afresh.
     """
     if saved is None:
         return envs.reset()[0], np.zeros(envs.num_envs, bool)
@@ -322,7 +319,7 @@ def require_continuous_actions(envs: VectorEnv, env_id: str) -> None:
 
 
 def require_learnable(envs: VectorEnv, env_id: str) -> None:
-    """UsageError unless observations are arrays of numbers, and actions numbered from 0 or bounded vectors of them."""
+    """UsageError unless observations are arrays of numbers, and actions are numbered from 0 or bounded vectors."""
     _require_spaces(envs, env_id, gym.spaces.Discrete, gym.spaces.Box, obs_kind="array")
 
 
@@ -334,7 +331,7 @@ def _require_spaces(envs: VectorEnv, env_id: str, *action_types: type[gym.Space]
     if isinstance(action, gym.spaces.Discrete):
         is_usable = action.start == 0
     else:
-        # EnvPool writes the largest number where there is no bound.
+        # The largest number means that there is no bound.
         is_usable = len(action.shape) == 1 and (np.abs([action.low, action.high]) < np.finfo(np.float32).max).all()
     if not is_usable:
         raise bad("env_id", env_id, f"has actions of {action}; this script needs numbers from 0 on or bounded vectors")

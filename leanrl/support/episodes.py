@@ -1,4 +1,4 @@
-"""Returns and lengths of the episodes that end, counted as Gymnasium's RecordEpisodeStatistics counts them."""
+"""Returns and lengths of finished episodes, counted as Gymnasium's RecordEpisodeStatistics counts them."""
 
 from collections.abc import Sequence
 
@@ -7,47 +7,44 @@ import torch
 
 
 class EpisodeStatistics:
-    """Counts over the episodes of N environments, a step or a whole rollout at a time.
+    """Adds up the episodes of N environments, a step or a whole rollout at a time.
 
     Args:
         num_envs: N.
     """
 
     def __init__(self, num_envs: int) -> None:
-        self._returns = np.zeros(num_envs)
-        self._lengths = np.zeros(num_envs, int)
+        self._sums = np.zeros((2, num_envs))
+        self._returns, self._lengths = self._sums  # views
 
-    def add_step(self, rewards: np.ndarray, dones: np.ndarray, resets: np.ndarray) -> tuple[Sequence, Sequence]:
-        """Returns and lengths of the episodes that ended with this step.
+    def add_step(self, rewards: np.ndarray, dones: np.ndarray, resets: np.ndarray) -> Sequence[Sequence]:
+        """Returns and lengths of the episodes that ended on this step.
 
         Args:
-            rewards, dones, resets: [N]; ``resets`` marks the steps that only reset their environment.
+            rewards, dones, resets: [N]; ``resets`` marks steps that only reset their environment.
         """
         self._returns += rewards
         self._lengths += ~resets
         if not dones.any():
             return (), ()
-        ended_returns, ended_lengths = self._returns[dones], self._lengths[dones]
-        self._returns[dones], self._lengths[dones] = 0.0, 0
-        return ended_returns, ended_lengths
+        ended = self._sums[:, dones]
+        self._sums[:, dones] = 0.0
+        return ended
 
-    def add(self, rewards: np.ndarray, dones: np.ndarray, resets: np.ndarray) -> tuple[list[float], list[int]]:
-        """Returns and lengths of the episodes that ended within a rollout, in the order of their ends.
+    def add(self, rewards: np.ndarray, dones: np.ndarray, resets: np.ndarray) -> np.ndarray:
+        """Returns and lengths [2, E] of the E episodes that ended within a rollout, in the order in which they did.
 
         Args:
             rewards, dones, resets: [T, N], as in ``add_step``.
         """
-        # Sums over a rollout, so that one subtraction gives each episode's part of it.
-        returns = self._returns + np.cumsum(rewards, 0)
-        lengths = self._lengths + np.cumsum(~resets, 0)
-        ended_returns, ended_lengths = [], []
-        base_returns, base_lengths = np.zeros_like(self._returns), np.zeros_like(self._lengths)
+        # Running sums [2, T, N]. An episode's share is the difference between its end and that of the one before it.
+        sums = self._sums[:, None] + np.cumsum([rewards, ~resets], 1)
+        ended, before = [], np.zeros_like(self._sums)
         for t, n in zip(*np.nonzero(dones), strict=True):
-            ended_returns.append(float(returns[t, n] - base_returns[n]))
-            ended_lengths.append(int(lengths[t, n] - base_lengths[n]))
-            base_returns[n], base_lengths[n] = returns[t, n], lengths[t, n]
-        self._returns, self._lengths = returns[-1] - base_returns, lengths[-1] - base_lengths
-        return ended_returns, ended_lengths
+            ended.append(sums[:, t, n] - before[:, n])
+            before[:, n] = sums[:, t, n]
+        self._sums[:] = sums[:, -1] - before
+        return np.reshape(ended, (-1, 2)).T
 
     def state_dict(self) -> dict:
         """The unfinished episodes."""

@@ -1,4 +1,4 @@
-"""One-line errors for bad input: what the user typed, and what would be right."""
+"""One-line errors for bad input: what the user typed, and what would work."""
 
 import math
 import sys
@@ -15,7 +15,7 @@ def flag(name: str) -> str:
 
 
 def typed(value) -> str:
-    """A field's value as it is typed; several, with spaces between them."""
+    """A field's value as it is typed; several are separated by spaces."""
     return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 

@@ -1,12 +1,10 @@
 """Playing a saved model: whole episodes, optionally a video."""
 
 import importlib
+import io
 import math
 import os
-import sys
-from collections.abc import Callable
-from contextlib import closing, contextmanager, nullcontext
-from functools import partial
+from contextlib import closing, contextmanager, nullcontext, redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -19,20 +17,18 @@ from tqdm import tqdm
 
 from leanrl.support.atari import PROTOCOLS, AtariProtocol, atari_games, make_atari_envs
 from leanrl.support.cli import read_args_json
-from leanrl.support.envs import EnvBackend, EnvPoolVectorEnv, SerialVectorEnv, env_seeds, make_env, require_envpool_env
+from leanrl.support.envs import EnvBackend, make_envs, require_envpool_env
 from leanrl.support.errors import UsageError
 
-# Far from every training environment's index, so that evaluation never replays a training seed.
+# Far from every training environment's index, so that evaluation never repeats a training seed.
 EVALUATION_INDEX = 1_000_000
 
-# Some environments take 125 steps a second of their time, and without a GPU a frame of MuJoCo's takes 0.1 s to render.
+# Some environments take 125 steps per simulated second, and rendering a MuJoCo frame takes 0.1 s without a GPU.
 MAX_VIDEO_FPS = 30
-
-Policy = Callable[[np.ndarray], np.ndarray]
 
 
 def load_model(run_dir: Path, file: str = "model.pt") -> dict:
-    """The script (by today's name) and args of a run, and the model in its ``model.pt`` or in a snapshot.
+    """The script (by its current name) and args of a run, and the model in ``model.pt`` or in a snapshot.
 
     Raises:
         UsageError: not a run directory, trained without ``--save-model``, or a damaged file.
@@ -43,17 +39,17 @@ def load_model(run_dir: Path, file: str = "model.pt") -> dict:
         raise UsageError(f"{run_dir}: has no {file}; train with --save-model")
     try:
         model = torch.load(path, map_location="cpu", weights_only=True)["model"]
-        if "hidden" in (network := model.get("network", {})):  # earlier versions' name for the layer behind the torso
+        if "hidden" in (network := model.get("network", {})):  # what earlier versions called the layer after the torso
             network["hiddens"] = [network.pop("hidden")]
-    except Exception as error:  # torch.load raises nearly anything on damaged input
+    except Exception as error:  # torch.load raises almost anything on damaged input
         raise UsageError(f"{path}: damaged or not a saved model ({type(error).__name__})") from None
-    # Earlier versions had scripts that are a mode now, --one-graph.
+    # Earlier versions had separate scripts for what is now --one-graph.
     return {"script": str(run["script"]).replace("_onegraph", "_torchcompile"), "args": run["args"], "model": model}
 
 
 def training_script(run_dir: Path, saved: dict) -> ModuleType:
-    """The training script that a saved model names; UsageError if it is not one of this project's."""
-    # The name comes from a file: it chooses among our scripts, it does not choose what Python imports.
+    """The training script that a saved model names; UsageError if it is not one of ours."""
+    # The name comes from a file, so it may only choose among our scripts, not what Python imports.
     scripts = {path.stem for path in Path(__file__).parents[1].glob("*.py")} - {"__init__"}
     name = saved["script"]
     if name not in scripts:
@@ -61,27 +57,8 @@ def training_script(run_dir: Path, saved: dict) -> ModuleType:
     return importlib.import_module(f"leanrl.{name}")
 
 
-def load_policy(run_dir: Path, saved: dict, envs: VectorEnv, script: ModuleType) -> Policy:
-    """The policy of a saved model, built by the ``load_policy`` of its training script.
-
-    Raises:
-        UsageError: the script cannot make a policy of this model.
-    """
-    try:
-        return script.load_policy(saved["model"], envs)
-    except Exception as error:  # missing tensors, other shapes: whatever the script makes of a foreign file
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise UsageError(f"{run_dir}/model.pt: does not fit {saved['script']} ({reason[0]})") from None
-
-
 def play(
-    run_dir: Path,
-    episodes: int,
-    seed: int = 0,
-    video: Path | None = None,
-    sticky: bool = False,
-    file: str = "model.pt",
-    script: ModuleType | None = None,
+    run_dir: Path, episodes: int, seed=0, video: Path | None = None, sticky=False, file="model.pt", script=None
 ) -> list[float]:
     """Plays ``episodes`` whole episodes with the saved policy; the same arguments give the same returns.
 
@@ -89,16 +66,16 @@ def play(
         run_dir: a run directory with ``model.pt``.
         episodes: how many.
         seed: of the evaluation environment.
-        video: where to write the first episode as mp4, in the time of its environment; None for no video.
-        sticky: whether the actions stick; for Atari games.
-        file: the model's, in ``run_dir``.
-        script: that trained it; by default the one of this project's that it names.
+        video: where to write the first episode as mp4, at the environment's own speed; None for no video.
+        sticky: use sticky actions (Atari games only).
+        file: the model's file name in ``run_dir``.
+        script: the module that trained it; by default the one of ours that it names.
 
     Returns:
-        the undiscounted return of each episode; of Atari games the whole score, over all lives.
+        the undiscounted return of each episode; for Atari games the score of a whole game, over all lives.
 
     Raises:
-        UsageError: no usable model, or nothing here that can render.
+        UsageError: no usable model, not one of ours, or this machine cannot render.
     """
     saved = load_model(run_dir, file)
     script = script or training_script(run_dir, saved)
@@ -109,20 +86,31 @@ def play(
     envs = make_evaluation_envs(saved["args"], seed, video is not None, protocol)
     returns = []
     with closing(envs):
-        policy = load_policy(run_dir, saved, envs, script)
+        try:
+            policy = script.load_policy(saved["model"], envs)
+        except Exception as error:  # missing tensors, other shapes: anything a foreign file leads to
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise UsageError(f"{run_dir}/model.pt: does not fit {saved['script']} ({reason[0]})") from None
         obs, _ = envs.reset()
         # disable=None: only on a terminal.
         for episode in tqdm(range(episodes), run_dir.resolve().name, unit="episode", leave=False, disable=None):
             if episode > 0:
                 # NEXT_STEP autoreset: the step after a done ignores its action and resets.
                 obs, *_ = envs.step(np.zeros(envs.action_space.shape, envs.action_space.dtype))
-            with film(envs, video) if video is not None and episode == 0 else nullcontext() as show:
-                returns.append(_play_episode(envs, policy, obs, show or (lambda step, done: None)))
+            episodic_return, step, done = 0.0, 0, False
+            with film(envs, video) if video and episode == 0 else nullcontext(lambda step, done: None) as show:
+                show(step, done)
+                while not done:
+                    obs, reward, terminated, truncated, infos = envs.step(policy(obs))
+                    episodic_return += float(reward[0])
+                    step, done = step + 1, bool(infos.get("game_over", terminated | truncated)[0])
+                    show(step, done)
+            returns.append(episodic_return)
     return returns
 
 
 def atari_protocol(script: ModuleType, args: dict) -> AtariProtocol | None:
-    """How a run played its Atari game: by its --protocol, or its script's PROTOCOL; None where it played none."""
+    """The protocol of a run's Atari game: its --protocol, or its script's PROTOCOL; None if it played no Atari game."""
     if "protocol" in args:
         in_envpool = backend_of(args) == "envpool" and args["env_id"] in atari_games()
         return PROTOCOLS[args["protocol"]] if in_envpool else None
@@ -130,90 +118,67 @@ def atari_protocol(script: ModuleType, args: dict) -> AtariProtocol | None:
 
 
 def backend_of(args: dict) -> EnvBackend:
-    """What stepped the environments of a run with ``args``; the distributed scripts once knew EnvPool alone."""
+    """What stepped the environments of a run with ``args``; the distributed scripts once had only EnvPool."""
     return args.get("env_backend", "envpool" if "protocol" in args else "gymnasium")
 
 
 def make_evaluation_envs(args: dict, seed: int, rendering: bool, protocol: AtariProtocol | None) -> VectorEnv:
-    """One environment as a run with ``args`` had them, Atari games by ``protocol``; its seed is none that those had."""
+    """One environment like those of a run with ``args``, Atari games by ``protocol``, with a seed of its own."""
     env_id = args["env_id"]
-    # The other backend's environment of that name has other dice, may have other observations, or may not be there.
+    # The other backend's environment of that name draws other random numbers, and may differ in more, or be missing.
     backend = "envpool" if protocol is not None else backend_of(args)
-    options = {}
+    options = {"num_threads": 1, "first_index": EVALUATION_INDEX}
     if rendering:
-        require_video(env_id, backend)
-        backend = drawing_backend(env_id, backend)
+        backend = require_video(env_id, backend)
         options["render_mode"] = "rgb_array"
     if protocol is not None:
-        at = {"first_index": EVALUATION_INDEX, "num_threads": 1}
-        return make_atari_envs(env_id, 1, seed, protocol, **at, **options)
-    seeds = env_seeds(seed, 1, EVALUATION_INDEX)
-    if backend == "envpool":
-        require_envpool_env(env_id)
-        return EnvPoolVectorEnv(env_id, seeds, 1, **options)
-    return SerialVectorEnv([make_env(env_id, **options)], seeds)
-
-
-def _play_episode(envs: VectorEnv, policy: Policy, obs: np.ndarray, show: Callable[[int, bool], None]) -> float:
-    """Plays on from ``obs`` until the episode (a whole game, on Atari) ends or runs out of time.
-
-    Returns:
-        the sum of its rewards.
-    """
-    episodic_return, step, done = 0.0, 0, False
-    show(step, done)
-    while not done:
-        obs, reward, terminated, truncated, infos = envs.step(policy(obs))
-        episodic_return += float(reward[0])
-        step, done = step + 1, bool(infos.get("game_over", terminated | truncated)[0])
-        show(step, done)
-    return episodic_return
+        return make_atari_envs(env_id, 1, seed, protocol, **options)
+    return make_envs(env_id, 1, seed, backend, **options)
 
 
 # ------------------------------------------------------------------------------------------------------------- VIDEO
 
 
-def require_video(env_id: str, backend: EnvBackend = "gymnasium") -> None:
-    """UsageError, with the remedy, unless this machine can film ``env_id`` of ``backend``: it draws a first frame.
+def require_video(env_id: str, backend: EnvBackend = "gymnasium") -> EnvBackend:
+    """The backend that films ``env_id`` of ``backend``, after a test frame: for ``--capture-video``, before training.
 
-    For ``--capture-video``, before training.
+    Raises:
+        UsageError: this machine cannot film it; says what would help.
     """
-    if not find_spec("imageio_ffmpeg"):  # imageio would miss it only at the first frame
+    if not find_spec("imageio_ffmpeg"):  # imageio only notices at the first frame
         raise UsageError("--capture-video: needs a package that is missing; pip install imageio imageio-ffmpeg")
-    in_gymnasium = drawing_backend(env_id, backend) == "gymnasium"
-    if in_gymnasium and not os.environ.get("DISPLAY"):  # MuJoCo and pygame read these when they are imported
+    backend = drawing_backend(env_id, backend)
+    in_gymnasium = backend == "gymnasium"
+    if in_gymnasium and not os.environ.get("DISPLAY"):  # MuJoCo and pygame read these on import
         os.environ["MUJOCO_GL"] = os.environ.get("MUJOCO_GL") or "egl"
         os.environ["SDL_VIDEODRIVER"] = os.environ.get("SDL_VIDEODRIVER") or "dummy"
-    make = partial(make_env, env_id) if in_gymnasium else partial(EnvPoolVectorEnv, env_id, [0], 1)
-    hook = sys.unraisablehook
-    # Where OpenGL fails, Gymnasium's half-made viewer raises once more when it is collected: a traceback on stderr.
-    sys.unraisablehook = lambda unraisable: None
-    try:
-        with closing(make(render_mode="rgb_array")) as env:
-            env.reset()
-            frame = env.render()
-        reason = "" if isinstance(frame, np.ndarray) and frame.ndim == 3 else "it does not render to images"
-    except UsageError:
-        raise
-    except Exception as error:  # OpenGL's many ways to be absent have no common class
-        reason = " ".join(str(error).split()) or type(error).__name__
-        if in_gymnasium and not isinstance(error, gym.error.DependencyNotInstalled):  # which names its remedy itself
-            reason += "; MuJoCo needs OpenGL: install libegl1 (Debian: apt install libegl1) and set MUJOCO_GL=egl"
-    finally:
-        sys.unraisablehook = hook
+    # Without OpenGL, Gymnasium's half-built viewer fails again when it is collected, with a traceback on stderr.
+    with redirect_stderr(io.StringIO()):
+        try:
+            with closing(make_envs(env_id, 1, 0, backend, num_threads=1, render_mode="rgb_array")) as envs:
+                envs.reset()
+                frame = envs.render()
+            reason = "" if isinstance(frame, np.ndarray) and frame.ndim == 3 else "it does not render to images"
+        except UsageError:
+            raise
+        except Exception as error:  # OpenGL fails in many ways, with no common class
+            reason = " ".join(str(error).split()) or type(error).__name__
+            if in_gymnasium and not isinstance(error, gym.error.DependencyNotInstalled):  # names its remedy
+                reason += "; MuJoCo needs OpenGL: install libegl1 (Debian: apt install libegl1) and set MUJOCO_GL=egl"
     if reason:
         raise UsageError(f"--capture-video: cannot film {env_id} here: {reason}")
+    return backend
 
 
 def drawing_backend(env_id: str, backend: EnvBackend) -> EnvBackend:
-    """The backend that films ``env_id`` of ``backend``: itself, but Gymnasium for its MuJoCo tasks on EnvPool.
+    """The backend that films ``env_id`` of ``backend``: the same one, but Gymnasium for EnvPool's MuJoCo tasks.
 
     Raises:
-        UsageError: EnvPool has no such environment, or it is a MuJoCo task that Gymnasium has not.
+        UsageError: EnvPool has no such environment, or Gymnasium lacks this MuJoCo task.
     """
     if backend == "gymnasium" or not require_envpool_env(env_id).startswith("envpool.mujoco"):
         return backend
-    # EnvPool 1.2 brings an OpenGL of its own; unless its MuJoCo finds that before the system's, it ends the process.
+    # EnvPool 1.2 ships its own OpenGL, and aborts the process if its MuJoCo finds the system's first.
     if env_id not in gym.registry:
         raise UsageError(f"--capture-video: cannot film {env_id}: Gymnasium draws MuJoCo, and has no such environment")
     return "gymnasium"
@@ -221,17 +186,17 @@ def drawing_backend(env_id: str, backend: EnvBackend) -> EnvBackend:
 
 @contextmanager
 def film(env: VectorEnv, path: Path):
-    """Gives a function ``show(step, done)`` that films the state of ``env`` after each step of one episode, to an mp4.
+    """Yields a function ``show(step, done)`` that films ``env`` after each step of one episode, to an mp4.
 
-    Plays at the environment's own speed, which EnvPool knows of Atari only (else: a step a frame, MAX_VIDEO_FPS a
-    second); of more than MAX_VIDEO_FPS frames a second every n-th is kept, and the last.
+    The video runs at the environment's own speed, which EnvPool knows for Atari only (else at MAX_VIDEO_FPS steps per
+    second). Above MAX_VIDEO_FPS frames per second, every n-th is kept, and the last.
     """
     import imageio.v2 as imageio
 
     fps = env.metadata.get("render_fps") or MAX_VIDEO_FPS
     every = math.ceil(fps / MAX_VIDEO_FPS)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Frames of odd size are stretched by a pixel: H.264 halves its colour channels.
+    # Frames of odd size are stretched by a pixel, since H.264 halves the colour channels.
     with imageio.get_writer(path, fps=fps / every, macro_block_size=2, quality=8) as writer:
-        # One by one, because the frames of 1,000 steps take 700 MB together.
+        # One at a time: the frames of 1,000 steps would take 700 MB.
         yield lambda step, done: writer.append_data(env.render()) if done or step % every == 0 else None

@@ -1,4 +1,4 @@
-"""Around ``torch.compile`` and ``CudaGraphModule``: compiled steps without call overhead, warm-up without a trace."""
+"""Compiled steps with little call overhead, CUDA graphs, and a warm-up that leaves no trace."""
 
 import gc
 from collections.abc import Callable
@@ -7,41 +7,38 @@ from contextlib import contextmanager
 import torch
 from torch.utils._pytree import tree_leaves
 
-# CudaGraphModule runs eagerly this many times before it captures.
+# Eager calls before a CUDA graph is captured.
 CUDAGRAPH_WARMUP = 3
-# Calls that take a function through compilation, capture and one replay.
+# Calls that take a function through compilation, capture and a replay.
 WARMUP_CALLS = CUDAGRAPH_WARMUP + 2
-# Priority of a CUDA stream whose kernels go before those that wait on streams of the default one, 0.
+# Priority of a CUDA stream whose kernels run before those waiting on streams of the default priority, 0.
 URGENT = -1
 
-# Samples from PyTorch's own generator, so that a compiled run draws what an eager one draws; and in the same order,
-# which PyTorch before 2.13 may change, here where it looks for the least memory.
+# Random numbers from PyTorch's own generator, so that a compiled run draws what an eager one draws.
 SAME_SAMPLES = {"fallback_random": True}
-if torch.__version__ < (2, 13):
-    SAME_SAMPLES |= {"reorder_for_peak_memory": False, "reorder_for_locality": False}
 CPU_OPTIONS = {
     **SAME_SAMPLES,
-    # A CompiledStep's inputs are the same tensors for ever: their sizes need no second look.
+    # A CompiledStep's inputs keep their sizes, which need no check on every call.
     "size_asserts": False,
-    # Leaves out probe builds that ask whether the compiler knows AVX-512. Any that builds PyTorch's C++20 headers does.
+    # Skips trial builds that check for AVX-512: a compiler that builds PyTorch's C++20 headers has it.
     "cpp.vec_isa_ok": True,
-    # tanh from one exp instead of SLEEF's: a sixth of a small update, for an absolute error of 2e-7.
+    # tanh from one exp instead of SLEEF's: saves a sixth of a small update, for an absolute error of 2e-7.
     "cpp.use_decompose_tanh": True,
 }
 
 
 class CompiledStep:
-    """A whole step of training, compiled on its first call into one graph that later calls run directly.
+    """A whole training step, compiled on its first call into one graph that later calls run directly.
 
-    ``torch.compile`` evaluates a Python frame on every call and checks that types, shapes and globals are what they
-    were: more than a small policy itself takes. A training step has static shapes, and the tensors
-    that it closes over are the same objects for ever (changed in place), so the graph's inputs are collected once.
+    ``torch.compile`` evaluates a Python frame on every call and checks that types, shapes and globals have not changed,
+    which takes longer than a small policy does. A training step has static shapes, and the tensors that it closes over
+    are always the same objects (changed in place), so the graph's inputs are collected once.
 
     Args:
-        fn: takes tensors of unchanging shapes and returns one tensor or None. It may change tensors in place, and must
-            have no other side effect.
+        fn: takes tensors of fixed shapes and returns one tensor or None. It may change tensors in place, but must have
+            no other side effects.
         device: where its tensors are.
-        options: (CPU) of ``compile_options``.
+        options: (CPU) for ``compile_options``.
 
     Raises:
         torch._dynamo.exc.Unsupported: (first call) ``fn`` does not trace as one graph.
@@ -53,7 +50,7 @@ class CompiledStep:
         self._graph: Callable | None = None
 
     def _backend(self, graph_module, example_inputs) -> Callable:
-        import torch._inductor  # 3 s that eager runs, of which there may be many processes, do not wait for
+        import torch._inductor  # takes 3 s, which eager runs do not need
 
         graph = torch._inductor.compile(graph_module, example_inputs, options=self._options)
 
@@ -68,18 +65,17 @@ class CompiledStep:
         if self._graph is None:
             import torch._dynamo
 
-            # Functions made by one factory share their code: Dynamo takes each for a recompilation of the first, and
-            # would refuse the ninth. So many may be compiled in all.
+            # Functions made by one factory share their code, so Dynamo takes each for a recompilation of the first and
+            # would refuse the ninth.
             limit = torch._dynamo.config.accumulated_recompile_limit
-            # trace_autograd_ops: .backward() is a part of the graph.
+            # trace_autograd_ops: .backward() becomes part of the graph.
             with torch._dynamo.config.patch(recompile_limit=limit, trace_autograd_ops=True):
                 result = self._first_call(*args)
-            # PyTorch 2.13: where a graph reads a .grad that it has set to None, Dynamo's only None keeps the place, and
-            # what this process compiles next takes its own None from there.
+            # Dynamo has a single None. In PyTorch 2.13, a graph that reads a .grad after setting it to None leaves a
+            # source on it, where the next function compiled in this process would look for its own None.
             torch._dynamo.variables.ConstantVariable.create(None).source = None
-            # Where the arguments and the result stand among the graph's inputs and outputs.
-            places = [[i for i, x in enumerate(self._inputs) if x is arg] for arg in args]
-            self._places = [(i, place) for i, found in enumerate(places) for place in found]
+            # Positions of the arguments and of the result among the graph's inputs and outputs.
+            self._places = [(i, j) for i, arg in enumerate(args) for j, x in enumerate(self._inputs) if x is arg]
             self._result = next((i for i, x in enumerate(self._outputs) if x is result), None)
             self._outputs = None
             return result
@@ -91,35 +87,32 @@ class CompiledStep:
 
 
 def compile_options(device: torch.device, cpp_wrapper: bool = True, **changes) -> dict:
-    """TorchInductor's options for ``device``, those that this PyTorch knows.
+    """TorchInductor's options for ``device``.
 
     Args:
-        cpp_wrapper: (CPU) call the kernels from C++ instead of Python, which pays where they are many.
-        changes: (CPU) instead of those in CPU_OPTIONS.
+        cpp_wrapper: (CPU) call the kernels from C++ instead of Python, which pays off if there are many.
+        changes: (CPU) override CPU_OPTIONS.
     """
     if device.type != "cpu":
         return SAME_SAMPLES.copy()
-    import torch._inductor
-
-    known = set(torch._inductor.list_options())
-    options = {"cpp_wrapper": cpp_wrapper, **CPU_OPTIONS, **changes}
-    return {name: value for name, value in options.items() if name in known}
+    return {"cpp_wrapper": cpp_wrapper, **CPU_OPTIONS, **changes}
 
 
 def make_executable(
     fn: Callable, device: torch.device, compile: bool, cudagraphs: bool, urgent: bool = False, **options
 ) -> Callable[..., torch.Tensor | None]:
-    """``fn``, compiled (as ``CompiledStep``, with its arguments and demands) and captured as a script's flags say.
+    """``fn``, compiled and captured as a script's flags say; ``fn`` and ``options`` as for ``CompiledStep``.
 
-    ``urgent`` lets a captured graph's kernels go before those of other streams; the next call overwrites its result.
+    With ``urgent``, a captured graph's kernels run before those of other streams, and its next call overwrites its
+    result.
     """
     if compile:
         fn = CompiledStep(fn, device, **options)
     if cudagraphs:
         if urgent:
-            # A graph's kernels have the priority of the stream of its capture, whatever stream replays it. On a stream
-            # of its own it also shares no workspace of cuBLAS with the graphs that run beside it: PyTorch's ordinary
-            # streams are handed out in turn, and come round again. CudaGraphModule takes no stream.
+            # A graph's kernels have the priority of the stream that captured it, whichever stream replays it. On a
+            # stream of its own it also shares no cuBLAS workspace with graphs that run at the same time: PyTorch's
+            # ordinary streams come from a pool and are reused. CudaGraphModule takes no stream.
             return Captured(fn, torch.cuda.Stream(device, priority=URGENT))
         from tensordict.nn import CudaGraphModule
 
@@ -128,22 +121,21 @@ def make_executable(
 
 
 class Captured:
-    """The function ``fn(*args)`` as one CUDA graph. Every call does its work; that after CUDAGRAPH_WARMUP captures it.
+    """``fn(*args)`` as one CUDA graph: CUDAGRAPH_WARMUP eager calls, then one that captures it, then replays.
 
-    What ``fn`` reads and writes besides must lie at the same addresses for ever, CPU tensors in pinned memory, and
-    nothing in it may wait for the device. Capture on the main thread; other threads may use CUDA meanwhile, but draw no
-    random numbers there and replay no graphs.
+    Whatever else ``fn`` reads and writes must stay at the same addresses, CPU tensors in pinned memory, and nothing in
+    it may wait for the device. Capture on the main thread; other threads may use CUDA meanwhile, but must not draw
+    random numbers there or replay graphs.
 
     Args:
-        fn: takes tensors of unchanging shapes, which are copied to where the graph reads them. What it returns, the
-            calls return: once captured always the same object, whose tensors the next call overwrites.
-        stream: of the warm-up and the capture. Calls wait for what the current stream was given before, and the
-            current stream for them.
+        fn: takes tensors of fixed shapes, which are copied to where the graph reads them. Once captured, every call
+            returns the same object, whose tensors the next call overwrites.
+        stream: for the warm-up and the capture. Calls are ordered with the current stream's work, before and after.
     """
 
     def __init__(self, fn: Callable, stream: torch.cuda.Stream) -> None:
         self._fn = fn
-        # The warm-up runs on the stream of the capture: libraries make their workspaces on first use of a stream.
+        # The warm-up runs on the capture's stream, because libraries allocate a workspace on first use of a stream.
         self._stream = stream
         self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -158,16 +150,15 @@ class Captured:
             current.wait_stream(self._stream)
             return result
         if self._graph is None:
-            graph = torch.cuda.CUDAGraph()
+            self._graph = torch.cuda.CUDAGraph()
             self._args = [arg.clone() for arg in args]
             gc.collect()
-            gc.disable()  # a graph that is destroyed in a capture invalidates it
+            gc.disable()  # a graph destroyed during a capture invalidates it
             try:
-                with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
                     self._result = self._fn(*self._args)
             finally:
                 gc.enable()
-            self._graph = graph
         for ours, arg in zip(self._args, args, strict=True):
             ours.copy_(arg, non_blocking=True)
         self._graph.replay()
@@ -176,10 +167,10 @@ class Captured:
 
 @contextmanager
 def untouched(state, device: torch.device):
-    """Puts the tensors in ``state`` (in place, at the same addresses) and PyTorch's random generators back on exit.
+    """Restores the tensors in ``state`` (in place, at the same addresses) and PyTorch's random generators on exit.
 
     Args:
-        state: lists, tuples and dictionaries in any depth: state dicts, say.
+        state: lists, tuples and dictionaries nested to any depth, such as state dicts.
         device: where the tensors are.
     """
     tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]

@@ -5,12 +5,12 @@ from pathlib import Path
 from leanrl.support.cli import read_args_json
 from leanrl.support.errors import UsageError, pip_command
 
-# What is needed to play and to judge a run's model.
+# What it takes to play and judge a run's model.
 UPLOADED = ["model.pt", "args.json", "summary.json", "metrics.jsonl"]
 
 
 def require_hub() -> None:
-    """UsageError unless the package is there and somebody is logged in; before hours of training."""
+    """UsageError unless the package is installed and somebody is logged in: checked before hours of training."""
     try:
         import huggingface_hub
     except ImportError:
@@ -20,14 +20,14 @@ def require_hub() -> None:
 
 
 def upload_run(run_dir: Path, entity: str) -> str:
-    """Uploads the model of a run that has ended, and its records; returns the repository's address.
+    """Uploads a finished run's model and records; returns the repository's URL.
 
     Args:
-        run_dir: of the run; ``evaluate`` plays a copy of the repository as it plays this.
+        run_dir: of the run; ``evaluate`` plays a copy of the repository just the same.
         entity: user or organisation; empty for whoever is logged in.
 
     Raises:
-        RuntimeError: the Hub refused, or cannot be reached; the model remains in the run directory.
+        RuntimeError: the Hub refused or cannot be reached; the model is still in the run directory.
     """
     from huggingface_hub import HfApi
 
@@ -37,7 +37,7 @@ def upload_run(run_dir: Path, entity: str) -> str:
         api = HfApi()
         repo = api.create_repo(f"{entity}/{name}" if entity else name, exist_ok=True)
         api.upload_folder(repo_id=repo.repo_id, folder_path=run_dir, allow_patterns=UPLOADED)
-    except Exception as error:  # the library's and its HTTP client's have no common class
+    except Exception as error:  # the library and its HTTP client share no error class
         reason = " ".join(str(error).split())[:300]
         raise RuntimeError(f"--upload-model: {reason}; the model is in {run_dir}/model.pt") from None
     return str(repo)

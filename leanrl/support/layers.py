@@ -1,4 +1,4 @@
-"""Layers of the networks, and a way to call small ones."""
+"""Layers of the networks, and a fast way to call small networks."""
 
 import torch
 import torch.nn as nn
@@ -7,7 +7,7 @@ import torch.nn as nn
 class TwinLinear(nn.Module):
     """The linear layers of two networks as one batched product: [2, B, in_features] -> [2, B, out_features]
 
-    Given the input of the first network alone, [1, B, in_features], it is that network's layer.
+    With input for the first network only, [1, B, in_features], it is that network's layer.
     """
 
     def __init__(self, in_features: int, out_features: int) -> None:
@@ -17,14 +17,14 @@ class TwinLinear(nn.Module):
         self.bias = nn.Parameter(torch.stack([layer.bias.detach() for layer in layers]).unsqueeze(1))  # [2, 1, out]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Not baddbmm: TorchInductor fuses the sum with what follows, but has no way into a library's product.
+        # Not baddbmm: TorchInductor fuses the sum with what follows, but cannot fuse into a library's product.
         return torch.bmm(x, self.weight[: len(x)]) + self.bias[: len(x)]
 
 
 class Float32:
-    """Mixed into a layer: autocast leaves it in float32. What goes in may be of any precision.
+    """Mixin for a layer that stays in float32 under autocast; its input may have any precision.
 
-    For the first and last layers of a network: in bfloat16, observations and values have three digits.
+    For the first and last layers of a network: in bfloat16, observations and values have only three digits.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -45,7 +45,7 @@ class Float32TwinLinear(Float32, TwinLinear):
 class ChannelsLastLayerNorm(nn.LayerNorm):
     """Layer norm over channels, rows and columns: [B, C, H, W] -> [B, C, H, W]
 
-    Its weights are [H, W, C]: in the order of memory where images are channels_last, and nothing has to be copied.
+    Its weights are [H, W, C], the memory order of channels_last images, so that nothing has to be copied.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,7 @@ class ChannelsLastLayerNorm(nn.LayerNorm):
 class ChannelsLastLinear(nn.Linear):
     """A linear layer over channels, rows and columns: [B, C, H, W] -> [B, out_features]
 
-    Its columns are [H, W, C]: in the order of memory where images are channels_last, and nothing has to be copied.
+    Its columns are [H, W, C], the memory order of channels_last images, so that nothing has to be copied.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -64,16 +64,16 @@ class ChannelsLastLinear(nn.Linear):
 
 def interleaved(images: torch.Tensor) -> torch.Tensor:
     """uint8 [B, 4, H, W] in channels_last: each pixel moves as one number, which is faster than byte by byte."""
-    pixels = images.int()
-    pixels = pixels[:, 0] | pixels[:, 1] << 8 | pixels[:, 2] << 16 | pixels[:, 3] << 24
+    first, second, third, fourth = images.int().unbind(1)
+    pixels = first | second << 8 | third << 16 | fourth << 24
     return pixels.unsqueeze(-1).view(torch.uint8).movedim(-1, 1)
 
 
 def mlp_as_sums(network: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
-    """``network(x)`` for a few rows [N, in] with its matrix products written as sums.
+    """``network(x)`` for a few rows [N, in], with its matrix products written as sums.
 
-    TorchInductor fuses them with all around them; for a small network, calls of a matrix library cost more than its
-    few thousand multiplications do.
+    TorchInductor fuses them with everything around them. In a small network, calling a matrix library costs more than
+    its few thousand multiplications.
     """
     for layer in network:
         x = (layer.weight * x.unsqueeze(1)).sum(-1) + layer.bias if isinstance(layer, nn.Linear) else layer(x)

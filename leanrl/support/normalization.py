@@ -1,7 +1,6 @@
 """Gymnasium's vector NormalizeObservation and NormalizeReward as tensor operations, for the fast variants.
 
-The wrappers cost more than a MuJoCo simulator. Tested equal to them in tests/test_ppo_continuous.py. For several
-learners there are SummedMoments.
+The wrappers cost more than a MuJoCo simulator. tests/test_ppo_continuous.py tests that these equal them.
 """
 
 import torch
@@ -11,24 +10,25 @@ from leanrl.support.scan import linear_recurrence
 
 
 class RunningMoments(nn.Module):
-    """Mean, variance and count of a stream, in float64, changed in place (Gymnasium's RunningMeanStd).
+    """Mean, variance and count of a stream, in float64, updated in place (Gymnasium's RunningMeanStd).
 
-    As a module it normalises.
+    Calling it normalises. If several learners hold pieces of a batch of vectors, each computes the ``sums`` of its own
+    piece, and all ``add`` the total.
 
     Args:
         shape: of an element of the stream.
-        count: what nothing yet counts as.
+        count: initial count.
     """
 
     def __init__(self, shape: tuple[int, ...], count: float = 1e-4) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
-        # Of shape [1] for the reason given in Adam.
+        # Shape [1] for the reason given in Traceable.
         self.register_buffer("count", torch.full((1,), count, dtype=torch.float64))
 
     def update(self, batch: torch.Tensor) -> None:
-        """Merges ``batch`` [N, ...] of real numbers, best float64 (Chan et al.'s parallel variance)."""
+        """Merges ``batch`` [N, ...], preferably float64 (Chan et al.'s parallel variance)."""
         mean, var, count = batch.mean(0), batch.var(0, correction=0), batch.shape[0]
         delta, total = mean - self.mean, self.count + count
         squares = self.var * self.count + var * count + delta**2 * self.count * count / total
@@ -36,15 +36,31 @@ class RunningMoments(nn.Module):
         self.var.copy_(squares / total)
         self.count.copy_(total)
 
+    def sums(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The count of ``x`` [..., size], weighted by ``weights`` [...] (0 or 1), and the sums of its deviations from
+        the mean so far and of their squares: [1 + 2 size], float64."""
+        # Deviations, so that nothing large cancels in the sums.
+        deviations = ((x - self.mean) * weights.unsqueeze(-1)).flatten(0, -2)
+        return torch.cat([weights.sum().double().view(1), deviations.sum(0), deviations.square().sum(0)])
+
+    def add(self, sums: torch.Tensor) -> None:
+        """Merges a batch, given the total of its pieces' ``sums``."""
+        number, deviations, squares = sums.split([1, len(self.mean), len(self.mean)])
+        total = self.count + number
+        shift = deviations / total
+        self.var.copy_((self.var * self.count + squares) / total - shift**2)
+        self.mean.add_(shift)
+        self.count.copy_(total)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` [..., shape] less the mean, over the deviation, clipped to [-10, 10], in float32."""
+        """``x`` [..., shape] minus the mean, over the standard deviation, clipped to [-10, 10], in float32."""
         return ((x - self.mean) / torch.sqrt(self.var + 1e-8)).float().clamp(-10, 10)
 
 
 class RewardNormalizer:
     """Gymnasium's vector NormalizeReward, for the rewards of a whole rollout at once.
 
-    Step t divides by the deviation of all discounted returns up to t; running sums give that of every step.
+    Step t is divided by the standard deviation of all discounted returns up to t, which running sums give for every t.
 
     Args:
         num_envs: N.
@@ -58,22 +74,22 @@ class RewardNormalizer:
         self.discounted = torch.zeros(num_envs, dtype=torch.float64, device=device)
 
     def __call__(self, rewards: torch.Tensor, terminations: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Normalises, and clips to [-10, 10].
+        """Normalises rewards and clips them to [-10, 10].
 
         Args:
-            rewards, terminations, weights: [T, N]; weights 0 where a step only reset its environment, else 1.
+            rewards, terminations, weights: [T, N]; weights are 0 where a step only reset its environment, else 1.
 
         Returns:
             [T, N], float32
         """
         rewards, weights = rewards.double(), weights.double()
-        # As in Gymnasium: a termination restarts the discounted return, truncation and resets leave it as it is.
+        # As in Gymnasium: a termination restarts the discounted return, truncations and resets do not.
         decays = torch.where(weights > 0, self.gamma * (1.0 - terminations.double()), 1.0)
         inputs = rewards * weights
         inputs[0] += decays[0] * self.discounted
         returns = linear_recurrence(inputs, decays)
         self.discounted.copy_(returns[-1])
-        # Deviations from the old mean, so that nothing large cancels in the sums.
+        # Deviations from the old mean, so that nothing large cancels.
         moments = self.moments
         deviations = (returns - moments.mean) * weights
         counts = moments.count + weights.sum(1).cumsum(0)
@@ -83,29 +99,3 @@ class RewardNormalizer:
         moments.var.copy_(variances[-1])
         moments.count.copy_(counts[-1:])
         return (rewards / torch.sqrt(variances + 1e-8).unsqueeze(1)).float().clamp(-10, 10)
-
-
-class SummedMoments(RunningMoments):
-    """RunningMoments of vectors [size], for batches that lie in several places.
-
-    Each place says what its part sums up to (``sums``), and ``add`` takes the total.
-    """
-
-    def __init__(self, size: int) -> None:
-        super().__init__((size,), count=0.0)
-
-    def sums(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Of a part ``x`` [..., size] with ``weights`` [...] of 0 or 1: their number, and sums of deviations from the
-        mean so far and of their squares, [1 + 2 size] in float64."""
-        # Deviations, so that nothing large cancels in the sums.
-        deviations = ((x - self.mean) * weights.unsqueeze(-1)).flatten(0, -2)
-        return torch.cat([weights.sum().double().view(1), deviations.sum(0), deviations.square().sum(0)])
-
-    def add(self, sums: torch.Tensor) -> None:
-        """Takes in the ``sums`` of all parts, added up."""
-        number, deviations, squares = sums.split([1, len(self.mean), len(self.mean)])
-        total = self.count + number
-        shift = deviations / total
-        self.var.copy_((self.var * self.count + squares) / total - shift**2)
-        self.mean.add_(shift)
-        self.count.copy_(total)

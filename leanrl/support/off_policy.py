@@ -1,4 +1,4 @@
-"""What off-policy scripts check, save and resume alike."""
+"""What all off-policy scripts check, save, resume and log alike."""
 
 from copy import deepcopy
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from leanrl.support.schedule import UpdateSchedule
 
 
 def require_off_policy(args) -> None:
-    """UsageError on the first of the arguments that all off-policy scripts have which cannot work."""
+    """UsageError on the first argument that cannot work, of those that all off-policy scripts share."""
     require_at_least(args, 1, "total_timesteps", "num_envs", "buffer_size", "batch_size")
     require_at_least(args, 1, "num_threads", "log_every", "checkpoint_every")
     require_at_least(args, 0, "seed", "learning_starts")
@@ -31,12 +31,12 @@ def require_off_policy(args) -> None:
 
 
 class OffPolicyState:
-    """All that a run saves in a checkpoint: its trained parts, the replay, and the environments where they can be.
+    """Everything that a run's checkpoint holds: what is trained, the replay, and the environments if they can be saved.
 
     Args:
         args: the script's arguments.
         replay, envs, episodes: of the run.
-        parts: by name, tensors, and objects with ``state_dict`` and ``load_state_dict`` (modules, optimisers).
+        parts: tensors, or objects with ``state_dict`` and ``load_state_dict`` (modules, optimisers), by name.
     """
 
     def __init__(self, args, replay: Replay, envs: VectorEnv, episodes: EpisodeStatistics, **parts) -> None:
@@ -45,25 +45,26 @@ class OffPolicyState:
         self._parts = parts
 
     def state_dict(self) -> dict:
-        """Everything, to be saved before training goes on; the replay is None with ``--no-checkpoint-replay``."""
+        """Everything, to be saved before training continues; ``replay`` is None with ``--no-checkpoint-replay``."""
         parts = {name: _content(part) for name, part in self._parts.items()}
         replay = self._replay.state_dict() if self._args.checkpoint_replay else None
         return {**parts, "replay": replay, "envs": save_envs(self._envs, self._episodes)}
 
     def tensors(self) -> list:
-        """All that a step of training changes, at the addresses where it is: tensors and state dicts."""
-        return [*map(_content, self._parts.values()), *self._replay.tensors()]
+        """The tensors and state dicts that a training step changes in place."""
+        # Only the counters of the replay: once its size is 0 again, its rows do not matter.
+        return [*map(_content, self._parts.values()), self._replay.cursor, self._replay.size]
 
     def resume(self, run: Run) -> UpdateSchedule:
-        """Restores in place what the run's checkpoint holds, if it is resumed; returns when updates fall due.
+        """Restores a resumed run's checkpoint in place, and returns the schedule of updates.
 
-        The environments are left to ``start_envs``. Without a saved replay a new one is filled before the next update.
+        The environments are left to ``start_envs``. Without a saved replay, a new one is filled before the next update.
         """
         args = self._args
         learning_starts = args.learning_starts
         if run.resumed is not None:
             replay = run.resumed.pop("replay")
-            # The file stays mapped, with all of its replay, as long as a tensor of it is used: optimisers keep those.
+            # Copied: optimisers keep these tensors, each of which would keep the whole file mapped, replay included.
             saved = run.resumed = deepcopy(run.resumed)
             for name, part in self._parts.items():
                 if isinstance(part, torch.Tensor):
@@ -73,7 +74,7 @@ class OffPolicyState:
             if replay is not None:
                 self._replay.load_state_dict(replay)
             else:
-                # num_envs: the first steps may only reset their environments, and there must be something to sample.
+                # num_envs: the first step may only reset its environments, and there must be something to sample.
                 learning_starts = run.global_step + max(args.learning_starts, args.batch_size, args.num_envs)
         return UpdateSchedule(args.num_envs, learning_starts, args.updates_per_step)
 
@@ -83,9 +84,9 @@ def _content(part) -> torch.Tensor | dict:
 
 
 def named_losses(run: Run, losses: NamedTuple) -> dict[str, float]:
-    """A script's ``Losses`` for a log point; none before the first update, which computes them.
+    """A script's ``Losses`` for a log point; empty before the first update, which computes them.
 
-    Of two critics' qf_loss [2] come qf1_loss and qf2_loss.
+    Two critics' qf_loss [2] becomes qf1_loss and qf2_loss.
     """
     if not run.optimizer_steps:
         return {}

@@ -1,7 +1,7 @@
-"""One CUDA graph for all that an off-policy script does between two steps of the environments (--one-graph)."""
+"""One CUDA graph for everything that an off-policy script does between two environment steps (--one-graph)."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -9,27 +9,27 @@ from leanrl.support.executables import URGENT, Captured
 
 
 def pinned_like(x: torch.Tensor) -> torch.Tensor:
-    """Pinned memory for what ``x`` holds: copies between it and a GPU are asynchronous and can be captured."""
+    """Pinned memory of ``x``'s shape and dtype: copies between it and a GPU are asynchronous and can be captured."""
     return torch.empty_like(x, device="cpu", pin_memory=True)
 
 
 class OneGraph:
-    """The function ``advance(timestep_cpu, turns) -> actions``: one replay of one graph per pattern of updates.
+    """The function ``advance(timestep_cpu, turns) -> actions``: one graph per pattern of updates, one replay per call.
 
     A graph copies what the environments returned to the device, writes the transition, trains, acts, and copies the
-    actions to pinned memory. Against one ``CudaGraphModule`` for each function this saves its copies of the inputs, its
-    clones of the outputs, and all launches but one.
+    actions to pinned memory. Compared with a ``CudaGraphModule`` per function, this saves copies of the inputs, clones
+    of the outputs, and all launches but one.
 
-    Acting waits for the last update that trains the actor, and the host waits for the actions alone: updates of the
-    critics after that run beside the acting, and go on while the environments step. The samples are still those of the
-    functions called one after the other, because a graph's random numbers are numbered in the order of its capture.
+    Acting waits for the last update that trains the actor, and the host waits only for the actions: later updates of
+    the critics run in parallel with acting, and continue while the environments step. The random numbers are still
+    those of the functions called one after the other, because a graph numbers them in the order of its capture.
 
-    Each pattern is ``Captured``, with what that demands.
+    Each pattern is ``Captured``, whose requirements apply.
 
     Args:
         observe: takes a timestep [N, ...] on the device; writes it to the replay.
-        updates: takes the arguments of an update, the first of which says whether it trains the actor, and returns the
-            function that takes it. Updates that do not train the actor must not touch what ``act`` reads or writes.
+        updates: takes the arguments of an update, the first of which is whether it trains the actor, and returns the
+            function that runs it. Updates that do not train the actor must not touch what ``act`` reads or writes.
         act: returns the actions [N, ...].
         device: a CUDA device, where the functions' tensors are.
     """
@@ -39,9 +39,9 @@ class OneGraph:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._acting_stream = torch.cuda.Stream(device, priority=URGENT)  # the environments wait for it
-        # external: a node of the graph that the host can wait for, where others only order the graph's nodes.
+        # external: the host can wait for it, while other events only order the graph's nodes.
         self._acted = torch.cuda.Event(external=True)
-        self._graphs: dict[tuple[tuple[bool, ...], ...], Captured] = {}
+        self._graph = cache(lambda turns: Captured(partial(self._step, turns), self._stream))
         self._timestep_cpu: torch.Tensor | None = None
         self._actions_cpu: torch.Tensor | None = None
 
@@ -49,8 +49,8 @@ class OneGraph:
         """One step.
 
         Args:
-            timestep_cpu: pinned, and the same tensor at every call: the graphs read it where it lies. It may be written
-                to again once this returns.
+            timestep_cpu: pinned, and the same tensor on every call, since the graphs read it in place. It may be
+                overwritten once this returns.
             turns: the arguments of each update.
 
         Returns:
@@ -60,18 +60,12 @@ class OneGraph:
             ValueError: ``timestep_cpu`` is not pinned, or not the tensor of the first call.
         """
         if timestep_cpu is not self._timestep_cpu:
-            self._take_buffer(timestep_cpu)
-        if turns not in self._graphs:
-            self._graphs[turns] = Captured(partial(self._step, turns), self._stream)
-        self._graphs[turns]()
+            if self._timestep_cpu is not None or not timestep_cpu.is_pinned():
+                raise ValueError("OneGraph reads one buffer: it must be pinned, and the tensor of the first call")
+            self._timestep_cpu, self._timestep = timestep_cpu, timestep_cpu.to(self._device)
+        self._graph(turns)()
         self._acted.synchronize()
         return self._actions_cpu
-
-    def _take_buffer(self, timestep_cpu: torch.Tensor) -> None:
-        if self._timestep_cpu is not None or not timestep_cpu.is_pinned():
-            raise ValueError("OneGraph reads one buffer: timestep_cpu must be pinned, and the tensor of the first call")
-        self._timestep_cpu = timestep_cpu
-        self._timestep = timestep_cpu.to(self._device)
 
     def _step(self, turns: tuple[tuple[bool, ...], ...]) -> None:
         self._timestep.copy_(self._timestep_cpu, non_blocking=True)

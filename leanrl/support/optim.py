@@ -1,4 +1,4 @@
-"""Optimisers that compile: ``Adam`` and ``RMSprop``, which compute what PyTorch's of the same names do."""
+"""Optimisers that compile: ``Adam`` and ``RMSprop``, equal to PyTorch's of the same names."""
 
 from inspect import unwrap
 
@@ -6,23 +6,23 @@ import torch
 
 
 class Traceable(torch.optim.Optimizer):
-    """Mixed into an optimiser of PyTorch's: ``torch.compile`` traces it, so that a whole update is one graph.
+    """Mixin for one of PyTorch's optimisers that lets ``torch.compile`` trace it, so that a whole update is one graph.
 
-    PyTorch's own ``step`` and ``zero_grad`` break the graph: they open a profiler's range.
+    PyTorch's own ``step`` and ``zero_grad`` break the graph, because they open a profiler range.
 
-    The state is made at once, and then only changed in place, so that a graph may hold its addresses: the learning rate
-    too, ``param_groups[0]["lr"]``, is a tensor [1] to be filled. The number of steps is one for all parameters.
+    The state is allocated at once and only changed in place, so that a graph may hold its addresses. So is the learning
+    rate: ``param_groups[0]["lr"]`` is a tensor [1] to be filled. All parameters share one step count.
 
     Args:
-        params, options: as PyTorch's takes them.
+        params, options: as for PyTorch's optimiser.
         lr: learning rate.
-        averages: names in the state of what has the shape of the parameters; all elements of each are one vector, an
-            attribute of that name.
+        averages: names of the state tensors that have the parameters' shapes; each is one flat vector over all
+            parameters, an attribute of that name.
     """
 
-    # What Optimizer.__init__ wraps ``step`` in: nothing.
+    # Optimizer.__init__ wraps ``step`` in this, which changes nothing.
     profile_hook_step = staticmethod(lambda step: step)
-    # Not wrapped in what imports torch._dynamo: 1.7 s that an eager run, of many processes maybe, need not wait for.
+    # Without the wrapper that imports torch._dynamo, 1.7 s that an eager run does not need.
     add_param_group = unwrap(torch.optim.Optimizer.add_param_group)
     state_dict = unwrap(torch.optim.Optimizer.state_dict)
 
@@ -31,42 +31,41 @@ class Traceable(torch.optim.Optimizer):
         (group,) = self.param_groups
         self.params = group["params"]
         device = self.params[0].device
-        # float64: 1 - 0.999 ** step has four digits in float32 when training starts. Shape [1], because TorchInductor
-        # takes a 0-d float64 or int64 CPU tensor for a Python number and loses what is written to it.
+        # float64, because early in training 1 - 0.999 ** step has only four digits in float32. Shape [1], because
+        # TorchInductor takes a 0-d float64 or int64 CPU tensor for a Python number and loses what is written to it.
         self.lr, self.num_steps = torch.tensor([[lr], [0.0]], dtype=torch.float64, device=device)
         group["lr"] = self.lr
         for p in self.params:
             self.state[p] = {"step": self.num_steps}
         for name in averages:
-            # One loop over all parameters compiles faster than one for each.
+            # One loop over all parameters compiles faster than one per parameter.
             setattr(self, name, torch.zeros(sum(p.numel() for p in self.params), device=device))
             for p, piece in zip(self.params, self.pieces(getattr(self, name)), strict=True):
                 self.state[p][name] = piece
 
     def pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Views of a vector of all parameters' elements, in their shapes."""
+        """Views of a flat vector over all parameters, in their shapes."""
         pieces = flat.split([p.numel() for p in self.params])
         return [piece.view(p.shape) for piece, p in zip(pieces, self.params, strict=True)]
 
     def zero_grad(self) -> None:
-        """Lets the gradients go: one that outlived a graph would be one of its outputs."""
+        """Drops the gradients: one that outlives a graph would become one of its outputs."""
         for p in self.params:
             p.grad = None
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Copies in place what ``state_dict``, or that of PyTorch's over the same parameters, holds."""
-        for i, p in enumerate(self.params):
-            for name, tensor in self.state[p].items():
-                if state_dict["state"]:  # PyTorch's has none before its first step
-                    tensor.copy_(state_dict["state"][i][name])
+        """Copies ``state_dict``, from this or PyTorch's optimiser over the same parameters, in place."""
+        for i, saved in state_dict["state"].items():  # PyTorch's has none before its first step
+            for name, tensor in saved.items():
+                self.state[self.params[i]][name].copy_(tensor)
         self.lr.fill_(float(state_dict["param_groups"][0]["lr"]))
 
 
 class Adam(Traceable, torch.optim.Adam):
     """``torch.optim.Adam``, traceable.
 
-    Its functional ``adam`` would trace too, but raises two numbers to a power for every element of every parameter (6 %
-    of a SAC update).
+    PyTorch's functional ``adam`` would trace too, but computes two powers for every element of every parameter (6 % of
+    a SAC update).
     """
 
     def __init__(self, params, lr: float, eps: float = 1e-8) -> None:
@@ -77,8 +76,8 @@ class Adam(Traceable, torch.optim.Adam):
         """Updates the parameters in place along their gradients (https://arxiv.org/abs/1412.6980, algorithm 1)."""
         beta1, beta2 = self.defaults["betas"]
         self.num_steps.add_(1)
-        # as_strided needs memory, so these are computed once: TorchInductor would inline them, powers in float64, into
-        # the loop over the elements.
+        # as_strided needs memory, so these are computed once. Otherwise TorchInductor would inline the float64 powers
+        # into the loop over the elements.
         step_size = (self.lr / (1 - beta1**self.num_steps)).float().as_strided((), ())
         bias_correction2_sqrt = (1 - beta2**self.num_steps).sqrt().float().as_strided((), ())
         grad = torch.cat([p.grad.reshape(-1) for p in self.params])
@@ -89,7 +88,7 @@ class Adam(Traceable, torch.optim.Adam):
 
 
 class RMSprop(Traceable, torch.optim.RMSprop):
-    """``torch.optim.RMSprop``, traceable; its eps stands outside the root, as IMPALA's does."""
+    """``torch.optim.RMSprop``, traceable; eps is outside the root, as in IMPALA."""
 
     def __init__(self, params, lr: float, alpha: float = 0.99, eps: float = 1e-8) -> None:
         super().__init__(params, lr, ("square_avg",), alpha=alpha, eps=eps)

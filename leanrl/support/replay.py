@@ -1,4 +1,4 @@
-"""The replay of off-policy algorithms: one ring of transitions, preallocated on the learner's device."""
+"""The replay buffer of off-policy algorithms: a ring of transitions, preallocated on the learner's device."""
 
 from typing import NamedTuple
 
@@ -11,8 +11,8 @@ from leanrl.support.errors import bad
 class Batch(NamedTuple):
     """Transitions: obs, next_obs [B, obs_dim], actions [B, action_dim], rewards and terminations [B], all float32.
 
-    ``next_obs`` is the true last observation where an episode ended, ``terminations`` is 1 only where the task ended
-    it: bootstrapping stops there, and goes on where time ran out.
+    ``next_obs`` is the true last observation where an episode ended. ``terminations`` is 1 only where the task ended
+    it: bootstrapping stops there, but not where time ran out.
     """
 
     obs: torch.Tensor
@@ -25,45 +25,38 @@ class Batch(NamedTuple):
 class Replay:
     """A ring of the last ``capacity`` transitions.
 
-    Writing and sampling are tensor operations without a synchronisation, so that they can be part of a compiled or
-    captured step. A transition is one row of one matrix: a sampled one costs one or two reads from memory, not five.
+    Writing and sampling are tensor operations that do not synchronise, so they can be part of a compiled or captured
+    step. A transition is one row of one matrix, so that sampling it takes one or two memory reads instead of five.
 
     Args:
         capacity: transitions kept.
-        obs_dim, action_dim: numbers in an observation and an action.
+        obs_dim, action_dim: sizes of an observation and an action.
         device: where it is kept.
 
     Raises:
-        UsageError: the ring would not fit in the memory that is free on ``device``.
+        UsageError: the ring does not fit in the free memory of ``device``.
     """
 
     def __init__(self, capacity: int, obs_dim: int, action_dim: int, device: torch.device) -> None:
         self.capacity = capacity
         self._widths = [obs_dim, obs_dim, action_dim, 1, 1]
         width = sum(self._widths)
-        row_bytes, free = width * torch.float32.itemsize, free_memory(device)
+        row_bytes = width * torch.float32.itemsize
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
         if (capacity + 1) * row_bytes > free:
             takes = f"takes {(capacity + 1) * row_bytes:,} bytes, and {free:,} are free on {device}"
             raise bad("buffer_size", capacity, f"{takes}; at most {free // row_bytes - 1} transitions fit")
-        # The row behind the ring takes what is written and is no experience.
+        # The row after the ring receives what is not experience.
         self.rows = torch.zeros(capacity + 1, width, device=device)
         # Shape [1]: TorchInductor takes a 0-d int64 CPU tensor for a Python number and loses what is written to it.
         self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
         self.size = torch.zeros(1, dtype=torch.int64, device=device)
 
-    def add(
-        self,
-        obs: torch.Tensor,
-        next_obs: torch.Tensor,
-        actions: torch.Tensor,
-        rewards: torch.Tensor,
-        terminations: torch.Tensor,
-        resets: torch.Tensor,
-    ) -> None:
-        """Writes one step of N environments, the oldest transitions making way.
+    def add(self, obs, next_obs, actions, rewards, terminations, resets) -> None:
+        """Writes one step of N environments over the oldest transitions.
 
         Args:
-            obs, next_obs: [N, obs_dim].
+            obs, next_obs: tensors [N, obs_dim].
             actions: [N, action_dim].
             rewards, terminations, resets: [N]; steps with ``resets`` 1 only reset their environment and are not kept.
         """
@@ -76,8 +69,8 @@ class Replay:
         self.size.copy_((self.size + count).clamp(max=self.capacity))
 
     def sample(self, batch_size: int) -> Batch:
-        """``batch_size`` transitions, each drawn uniformly from all that are kept."""
-        # The modulo of 62 random bits: uniform to one part in 10**12, and the ring's size stays on the device.
+        """``batch_size`` transitions, each drawn uniformly from all that are stored."""
+        # 62 random bits modulo the size: uniform to one part in 10**12, and the size stays on the device.
         inds = torch.randint(2**62, (batch_size,), device=self.rows.device) % self.size
         return self.take(inds)
 
@@ -86,21 +79,17 @@ class Replay:
         obs, next_obs, actions, rewards, terminations = self.rows.index_select(0, inds).split(self._widths, 1)
         return Batch(obs, next_obs, actions, rewards.squeeze(1), terminations.squeeze(1))
 
-    def tensors(self) -> list[torch.Tensor]:
-        """The counters, which every ``add`` changes; with ``size`` back at 0 the rows do not matter."""
-        return [self.cursor, self.size]
-
     def state_dict(self) -> dict:
-        """The part that is filled, and the cursor. On a CPU they are the replay's own memory, which takes no second
-        one to be saved: write them to a file, or clone them, before the next ``add``."""
-        # By way of NumPy: a file of a slice would hold all of the tensor's storage.
+        """The filled rows and the cursor. On a CPU they share the replay's memory, so that saving takes no second copy:
+        write them to a file, or clone them, before the next ``add``."""
+        # Through NumPy, because torch.save would write a slice's whole storage.
         return {
             "rows": torch.from_numpy(self.rows[: self.size.item()].cpu().numpy()),
             "cursor": self.cursor.cpu(),
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Restores what ``state_dict`` returned, from a ring of the same capacity."""
+        """Restores what the ``state_dict`` of a ring of the same capacity returned."""
         size = len(state["rows"])
         self.rows[:size].copy_(state["rows"])
         self.size.fill_(size)
@@ -108,9 +97,9 @@ class Replay:
 
 
 class TimestepBuffer:
-    """What the environments returned for their actions, side by side on the CPU: one copy takes it to the device.
+    """What the environments returned, side by side in CPU memory, so that one copy takes it to the device.
 
-    ``rows`` [N, obs_dim + 3] holds next_obs, reward, termination and done; pinned where ``device`` is a GPU.
+    ``rows`` [N, obs_dim + 3] holds next_obs, reward, termination and done; pinned if ``device`` is a GPU.
     """
 
     def __init__(self, num_envs: int, obs_dim: int, device: torch.device) -> None:
@@ -120,18 +109,18 @@ class TimestepBuffer:
         self._rewards, self._terminations, self._dones = columns[:, obs_dim:].T
 
     def write(self, next_obs, rewards, terminations, dones) -> torch.Tensor:
-        """Takes arrays [N, obs_dim] and [N], or numbers for all of them; returns ``rows``."""
+        """Fills ``rows`` from arrays [N, obs_dim] and [N], or from one number each, and returns them."""
         self._next_obs[:], self._rewards[:] = next_obs, rewards
         self._terminations[:], self._dones[:] = terminations, dones
         return self.rows
 
 
 class LastStep(NamedTuple):
-    """What the next transition begins with, kept on the learner's device where a step is one compiled function."""
+    """The start of the next transition, kept on the learner's device so that a step can be one compiled function."""
 
     obs: torch.Tensor  # [N, obs_dim]
     actions: torch.Tensor  # [N, action_dim] chosen for obs
-    resets: torch.Tensor  # [N] 1 where the step with these actions only resets its environment
+    resets: torch.Tensor  # [N] 1 where the step with these actions only resets the environment
 
     @classmethod
     def allocate(cls, num_envs: int, obs_dim: int, action_dim: int, device: torch.device) -> "LastStep":
@@ -139,7 +128,7 @@ class LastStep(NamedTuple):
         return cls(*(torch.zeros(shape, device=device) for shape in shapes))
 
     def complete(self, replay: Replay, timestep: torch.Tensor) -> None:
-        """Writes the transition to ``replay`` and begins the next one, whose actions are still to be chosen.
+        """Writes the transition to ``replay`` and starts the next one, whose actions are still to be chosen.
 
         Args:
             timestep: [N, obs_dim + 3], the rows of a TimestepBuffer: what the environments returned for the actions.
@@ -148,8 +137,3 @@ class LastStep(NamedTuple):
         replay.add(self.obs, next_obs, self.actions, rewards.squeeze(1), terminations.squeeze(1), self.resets)
         self.obs.copy_(next_obs)
         self.resets.copy_(dones.squeeze(1))
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that can be allocated on ``device``."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available

@@ -1,4 +1,4 @@
-"""One training run: its directory, log points, progress, checkpoints, clock and summary."""
+"""A training run: its directory, log points, progress, checkpoints, clock and summary."""
 
 import dataclasses
 import gc
@@ -30,7 +30,7 @@ from leanrl.support.evaluation import play
 from leanrl.support.signals import StopRequest
 from leanrl.support.tracking import Tracker
 
-# Attributes of Run: what checkpoints hold, and what summary.json does beside these flags.
+# Attributes of Run that checkpoints hold, and the flags and attributes in summary.json.
 COUNTERS = "optimizer_steps", "episodes", "last_returns", "new_returns", "new_lengths", "sps_before"
 COUNTERS += "wall_seconds", "training_seconds"
 SUMMARY_FLAGS = "env_id", "seed", "num_envs", "compile", "cudagraphs", "one_graph"
@@ -39,13 +39,13 @@ VERSIONED_PACKAGES = ("torch", "tensordict", "numpy", "gymnasium", "envpool", "m
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for the work that was launched on ``device``."""
+    """Waits for all work launched on ``device``."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def say(line: str) -> None:
-    """Prints ``line``. The run outlives its reader: Ctrl-C also ends the ``tee`` that its output is piped to."""
+    """Prints ``line``, even if nobody reads it any more: Ctrl-C also ends a ``tee`` that the output is piped to."""
     try:
         print(line, flush=True)
     except BrokenPipeError:
@@ -59,7 +59,7 @@ def write_json_atomically(path: Path, content: dict) -> None:
 
 def machine_facts(device: torch.device) -> dict:
     """Git commit, package versions, device name and CPU cores, for ``args.json`` and benchmark records."""
-    # "-dirty" follows where a file differs from what was committed. A copy without .git is told its commit.
+    # "-dirty" is appended if a file differs from the commit. A copy without .git is given its commit in GIT_COMMIT.
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     commit = ""
     with suppress(OSError):  # no git here
@@ -67,7 +67,7 @@ def machine_facts(device: torch.device) -> dict:
     installed = {name: importlib.metadata.version(name) for name in VERSIONED_PACKAGES if find_spec(name)}
     return {
         "git_commit": commit or os.environ.get("GIT_COMMIT") or None,
-        # The imported module knows its local build ("2.13.0+cpu"), the metadata may not.
+        # The module knows its local build ("2.13.0+cpu"), which the metadata may not.
         "versions": {"python": platform.python_version(), **installed, "torch": torch.__version__},
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "cpu_cores": available_cores(),
@@ -80,10 +80,10 @@ def machine_facts(device: torch.device) -> dict:
 def evaluate_model(
     run_dir: Path, episodes: int, seed: int = 0, video: Path | None = None, sticky: bool = False
 ) -> dict:
-    """Plays the saved model of a run, writes ``RUN_DIR/evaluation.json`` and returns its content.
+    """Plays a run's saved model, writes ``RUN_DIR/evaluation.json`` and returns its content.
 
     Args:
-        run_dir, episodes, seed, video, sticky: as ``play`` takes them.
+        run_dir, episodes, seed, video, sticky: as for ``play``.
     """
     returns = play(run_dir, episodes, seed, video, sticky)
     run = read_args_json(run_dir)
@@ -112,7 +112,7 @@ def rng_state(device: torch.device) -> dict:
 
 
 def set_rng_state(state: dict, device: torch.device) -> None:
-    """Restores what ``rng_state`` returned; a CUDA state is left out when the run moved to another device."""
+    """Restores what ``rng_state`` returned, except a CUDA state if the run has moved to a CPU or come from one."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
@@ -121,9 +121,10 @@ def set_rng_state(state: dict, device: torch.device) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds Python, NumPy and PyTorch (all devices); UsageError for what NumPy does not take.
+    """Seeds Python, NumPy and PyTorch (all devices), and restricts cuDNN to deterministic convolutions.
 
-    And lets cuDNN use only convolutions that compute the same twice.
+    Raises:
+        UsageError: NumPy does not take this seed.
     """
     if not 0 <= seed < 2**32:
         raise bad("seed", seed, "must be between 0 and 2**32 - 1")
@@ -137,17 +138,17 @@ class Run:
     """Context manager around one training run; it owns everything on disk and on the terminal.
 
     Args:
-        args: the script's arguments (a ``RunArgs``); validated by the script already.
+        args: the script's arguments (a ``RunArgs``), already validated.
         script_file: ``__file__`` of the script.
         device: where the learner runs.
-        total_steps: environment steps at which the run ends, for the progress bar.
+        total_steps: environment steps at which the run ends.
 
     Attributes:
         dir: the run directory.
         global_step: environment steps so far; the script advances it.
         optimizer_steps: gradient steps so far; the script advances it.
         resumed: state saved by ``checkpoint``, or None on a fresh start.
-        model: returns what the script's ``load_policy`` needs; the script sets it, a run without can't be played.
+        model: function that returns what the script's ``load_policy`` needs; set by the script.
 
     Raises:
         UsageError: the directory exists (without ``--resume``), cannot be written, or holds no readable checkpoint.
@@ -187,7 +188,7 @@ class Run:
             self.dir = run_directory(args)
             try:
                 self.dir.mkdir(parents=True, exist_ok=True)
-                # A start that was killed before it wrote args.json does not count.
+                # A run that was killed before it wrote args.json does not count.
                 taken = any(path.name != "args.json.tmp" for path in self.dir.iterdir())
             except OSError as error:
                 raise bad("runs_dir", args.runs_dir, f"cannot be written ({error.strerror})") from None
@@ -206,11 +207,11 @@ class Run:
         self._started -= counters.pop("wall_seconds")
         self._earlier_training_seconds = counters.pop("training_seconds")
         vars(self).update(counters)
-        self._rng = deepcopy(content["rng"])  # not a part of the file, which stays mapped as long as one is used
+        self._rng = deepcopy(content["rng"])  # a tensor of the file would keep all of it mapped
         return content["script"]
 
     def restore_rng(self) -> None:
-        """On a resumed run, puts every random generator where the checkpoint left it; call it before the loop."""
+        """On a resumed run, restores every random generator from the checkpoint; call it right before the loop."""
         if self.resumed is not None:
             set_rng_state(self._rng, self.device)
 
@@ -218,7 +219,7 @@ class Run:
         arguments = dataclasses.asdict(self.args)
         facts = {"script": self.script, "args": arguments, "command": sys.argv, **machine_facts(self.device)}
         if self.args.resume is not None:
-            # A later resume goes on to the same end. Everything else stays as the run was started.
+            # A later resume ends where this one does. Everything else stays as the run was started.
             facts = read_args_json(self.dir)
             facts["args"] |= {name: arguments[name] for name in ("total_timesteps", "max_seconds")}
         try:
@@ -231,7 +232,7 @@ class Run:
         if self.args.amp == "bf16" and self.device.type == "cpu" and not has_bf16_units():
             print("warning: --amp bf16: this processor has no bf16 units, float32 is faster on it", file=sys.stderr)
         say(f"{self.script}: {self.args.env_id}, seed {self.args.seed}, {self.device}, in {self.dir}")
-        # Without tqdm's own rate, which counts the warm-up (as its time left does, less and less).
+        # Without tqdm's own rate, which includes the warm-up (as its time left does, less and less).
         bar_format = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
         counts = {"total": self.total_steps, "initial": self.global_step, "unit_scale": True}
         # disable=None: only on a terminal.
@@ -245,28 +246,28 @@ class Run:
 
     @contextmanager
     def warmup(self, errors_end: bool = False):
-        """Times what happens once before the loop: compilation and capture.
+        """Times what happens once, before the loop: compilation and capture.
 
         Args:
-            errors_end: an error ends the run also where a stop was requested, and may be what caused the error.
+            errors_end: raise errors even after a stop was requested, although the stop may have caused them.
         """
         start = time.perf_counter()
         try:
             yield
         except Exception:
-            # Ctrl-C reaches the C++ compiler too, whose end looks like an error here.
+            # Ctrl-C reaches the C++ compiler too, whose death looks like an error here.
             if errors_end or not self._stop.requested:
                 raise
         synchronize(self.device)
         self.warmup_seconds += time.perf_counter() - start
 
     def start_clock(self) -> None:
-        """Marks the end of the warm-up: speed counts from here.
+        """Marks the end of the warm-up: speed is measured from here.
 
-        Called again, say where learning starts, it counts what lay between as warm-up too.
+        If it is called again, say when learning starts, the time in between counts as warm-up too.
         """
-        # What the set-up made lives to the end: the garbage collector need not walk through all of PyTorch again and
-        # again (1 % of compiled TD3's time).
+        # Objects made so far live to the end, so the garbage collector need not visit all of PyTorch's again and again
+        # (1 % of compiled TD3's time).
         gc.collect()
         gc.freeze()
         synchronize(self.device)
@@ -276,9 +277,9 @@ class Run:
         self._clock_start = (time.perf_counter(), self.global_step)
 
     def sps(self) -> float:
-        """Environment steps per second of wall clock since ``start_clock``, the device synchronised.
+        """Environment steps per second of wall clock since ``start_clock``; synchronises the device.
 
-        With no step since then, what it was before.
+        If there has been no step since then, the speed before it.
         """
         synchronize(self.device)
         start, first_step = self._clock_start
@@ -288,14 +289,14 @@ class Run:
 
     @property
     def wall_seconds(self) -> float:
-        """Seconds since the script started, the starts before a resume included."""
+        """Seconds since the script started, including those before a resume."""
         return time.perf_counter() - self._started
 
     @property
     def training_seconds(self) -> float:
-        """Seconds since ``start_clock``, those of the starts before a resume included.
+        """Seconds since ``start_clock``, including those before a resume.
 
-        None of this start count before its first update: until then the clock may be started again.
+        This process's seconds count from its first update on: until then the clock may be started again.
         """
         if self.optimizer_steps == self._first_optimizer_step:
             return self._earlier_training_seconds
@@ -303,12 +304,12 @@ class Run:
 
     @property
     def seconds_left(self) -> float:
-        """Of ``--max-seconds`` of training, infinite without; the device is not synchronised."""
+        """What is left of ``--max-seconds``, infinite without it; does not synchronise the device."""
         return math.inf if self.args.max_seconds is None else self.args.max_seconds - self.training_seconds
 
     @property
     def episodic_return(self) -> float | None:
-        """Mean return of the last 100 training episodes, None before the first."""
+        """Mean return of the last 100 training episodes; None before the first."""
         return float(np.mean(self.last_returns)) if self.last_returns else None
 
     @property
@@ -317,11 +318,11 @@ class Run:
         return self._stop.requested or self.seconds_left <= 0
 
     def request_stop(self) -> None:
-        """As a signal does: a process beside this one was asked to stop."""
+        """Stops the run as a signal would, because another of its processes was asked to stop."""
         self._stop.requested = True
 
     def record_episodes(self, returns, lengths) -> None:
-        """Counts finished episodes: undiscounted returns of raw rewards, and lengths in environment steps."""
+        """Counts finished episodes: undiscounted returns of raw rewards, lengths in environment steps."""
         self.episodes += len(returns)
         self.new_returns += map(float, returns)
         self.new_lengths += map(int, lengths)
@@ -329,7 +330,11 @@ class Run:
         del self.last_returns[:-100]
 
     def log(self, metrics: dict[str, float]) -> None:
-        """Writes a log point at ``global_step``: ``metrics``, speed, and the episodes finished since the last one."""
+        """Writes a log point at ``global_step``: ``metrics``, speed, and the episodes finished since the last.
+
+        Raises:
+            RuntimeError: a loss is not finite.
+        """
         sps = self.sps()
         point = {"charts/SPS": sps, "charts/wall_seconds": self.wall_seconds}
         if self.new_returns:
@@ -355,7 +360,7 @@ class Run:
             say(f"step {self.global_step:,}/{self.total_steps:,}  return {recent}  {sps:,.0f} sps  {left:,.0f} s left")
 
     def log_due(self) -> bool:
-        """Whether a multiple of ``--log-every`` steps was passed since the last log point."""
+        """Whether a multiple of ``--log-every`` steps has been passed since the last log point."""
         return self.global_step // self.args.log_every > self._last_log // self.args.log_every
 
     def checkpoint_due(self) -> bool:
@@ -372,14 +377,14 @@ class Run:
         self._last_checkpoint = self.global_step
 
     def _save_snapshot(self) -> None:
-        """Writes the model as it is now, with the time of ``time.time()``, to ``snapshots/step_....pt``."""
+        """Writes the current model, with the ``time.time()``, to ``snapshots/step_....pt``."""
         path = self.dir / "snapshots" / f"step_{self.global_step:012d}.pt"
         if self.model is not None and not path.exists():
             path.parent.mkdir(exist_ok=True)
             save_atomically({"model": self.model(), "global_step": self.global_step, "time": time.time()}, path)
 
     def finish(self, state: dict) -> dict:
-        """Writes the last checkpoint and ``summary.json``, and what the flags ask for; returns the summary.
+        """Writes the last checkpoint, ``summary.json`` and what the flags ask for; returns the summary.
 
         Args:
             state: of the script, as for ``checkpoint``.
@@ -399,7 +404,7 @@ class Run:
         if self.model is not None and (self.args.save_model or self.args.capture_video):
             save_atomically({"model": self.model()}, self.dir / "model.pt")
         if self.model is not None and self.args.capture_video and not self._stop.requested:
-            self._stop.__exit__()  # all is saved: a signal may end the filming
+            self._stop.__exit__()  # all is saved, so a signal may end the filming
             say("filming one episode")
             video = self.dir / "videos" / "episode.mp4"
             play(self.dir, episodes=1, video=video)
@@ -413,7 +418,7 @@ class Run:
         return summary
 
     def evaluate(self, episodes: int) -> None:
-        """After ``finish``: plays the model that it has saved and logs the mean return; nothing after a signal."""
+        """After ``finish``: plays the saved model and logs the mean return, unless a signal asked to stop."""
         if not self._stop.requested:
             returns = evaluate_model(self.dir, episodes)["returns"]
             self._tracker.log(self.global_step, {"evaluation/episodic_return": float(np.mean(returns))})

@@ -6,9 +6,9 @@ import torch
 def linear_recurrence(inputs: torch.Tensor, decays: torch.Tensor) -> torch.Tensor:
     """``y[t] = inputs[t] + decays[t] * y[t - 1]`` along the first dimension, with ``y[-1] = 0``.
 
-    By doubling, in log2(T) vector operations: after pass k, ``y[t]`` sums the last 2**k inputs, each decayed, and
-    ``decay[t]`` is the product over them. A loop over T = 2,048 steps costs thousands of small operations, and minutes
-    to compile once unrolled. (Hillis and Steele 1986, "Data parallel algorithms", section on prefix sums.)
+    By doubling, in log2(T) vector operations: after pass k, ``y[t]`` is the decayed sum of the last 2**k inputs, and
+    ``decay[t]`` the product of their decays. A loop over T = 2,048 steps would take thousands of small operations, and
+    minutes to compile unrolled. (Hillis and Steele 1986, "Data parallel algorithms", section on prefix sums.)
 
     Args:
         inputs, decays: [T, ...], of one shape; neither is changed.
@@ -21,7 +21,7 @@ def linear_recurrence(inputs: torch.Tensor, decays: torch.Tensor) -> torch.Tenso
     while shift < len(inputs):
         y[shift:] = y[shift:] + decay[shift:] * y[:-shift]
         decay[shift:] = decay[shift:] * decay[:-shift]
-        # What reached back beyond the start is complete.
+        # Sums that reach the start are complete.
         decay[:shift] = 0.0
         shift *= 2
     return y

@@ -1,24 +1,24 @@
-"""How many updates an off-policy run owes after each step of its environments."""
+"""How many updates an off-policy run takes after each step of its environments."""
 
 import math
 from fractions import Fraction
 
 
 class UpdateSchedule:
-    """``updates_per_step`` updates for each step of one environment, from step ``starts`` on.
+    """``updates_per_step`` updates per environment step, from step ``starts`` on.
 
-    In whole numbers: 1.4 are 7 updates every 5 steps, however long the run.
+    Counted in whole numbers: 1.4 means exactly 7 updates every 5 steps, however long the run.
 
     Args:
-        num_envs: environments stepped together, so steps that pass at once.
+        num_envs: environments stepped together, which is how many steps pass at once.
         starts: environment steps before the first update.
-        updates_per_step: may be below 1 (an update every so many steps) or above.
+        updates_per_step: may be below 1 (an update every few steps) or above.
     """
 
     def __init__(self, num_envs: int, starts: int, updates_per_step: float) -> None:
         self.num_envs = num_envs
         self.starts = starts
-        # As it was typed: the float 1.4 is a little less than 7 / 5.
+        # From the digits as typed: the float 1.4 is a little less than 7 / 5.
         self.updates, self.steps = Fraction(str(updates_per_step)).as_integer_ratio()
 
     def due(self, global_step: int) -> int:
@@ -33,13 +33,13 @@ class UpdateSchedule:
         """Every sequence of updates that can fall between two steps.
 
         Args:
-            frequencies: what every so many updates do besides.
+            frequencies: periods, in updates, of what only some updates do (such as training the actor).
 
         Returns:
-            for each update of a sequence whether it is the turn of each of ``frequencies``.
+            sequences with one tuple per update: for each frequency, whether it is that one's turn.
         """
         mean = Fraction(self.num_envs * self.updates, self.steps)
-        # The step that reaches ``starts`` owes nothing, or a part where it goes beyond.
+        # The step that reaches ``starts`` owes nothing, or fewer updates than usual if it goes beyond.
         first = max(1, math.ceil(self.starts / self.num_envs)) * self.num_envs
         counts = {0, self.due(first), math.floor(mean), math.ceil(mean)}
         period = math.lcm(*frequencies)

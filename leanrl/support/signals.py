@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR1 and the first Ctrl-C ask a run to stop at the end of its update."""
+"""SIGTERM, SIGUSR1 and the first Ctrl-C ask a run to stop after its current update."""
 
 import contextlib
 import os
@@ -8,10 +8,10 @@ import signal
 class StopRequest:
     """Context manager whose ``requested`` turns true on SIGTERM, SIGUSR1 (SLURM's warning) or the first SIGINT.
 
-    A second SIGINT raises KeyboardInterrupt as usual. The former handlers come back on exit.
+    A second SIGINT raises KeyboardInterrupt as usual. The previous handlers are restored on exit.
 
     Args:
-        quiet: say nothing; for processes beside the one that speaks for the run.
+        quiet: print nothing; for every process of a run but the one that prints.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -25,12 +25,11 @@ class StopRequest:
         if number == signal.SIGINT:
             signal.signal(number, signal.default_int_handler)  # for the next one
         self.requested = True
-        if self._quiet:
-            return
-        name = signal.Signals(number).name
-        # os.write, because print may be interrupted in the middle of a print and refuse to be re-entered.
-        with contextlib.suppress(OSError):  # stderr may be a pipe whose reader the same Ctrl-C has killed
-            os.write(2, f"\n{name}: finishing the update, then checkpointing and stopping\n".encode())
+        if not self._quiet:
+            line = f"\n{signal.Signals(number).name}: finishing the update, then checkpointing and stopping\n"
+            # os.write, because a signal may interrupt a print, which cannot be re-entered.
+            with contextlib.suppress(OSError):  # stderr may be a pipe whose reader the same Ctrl-C killed
+                os.write(2, line.encode())
 
     def __enter__(self) -> "StopRequest":
         self._former = {number: signal.signal(number, self._handle) for number in self.SIGNALS}

@@ -12,7 +12,7 @@ METRICS_FILE = "metrics.jsonl"
 
 
 def read_metrics(run_dir: Path, file: str = METRICS_FILE) -> list[dict]:
-    """The log points of a run, oldest first, up to a line torn by a kill; ``file`` may be another record like them."""
+    """A run's log points, oldest first, up to a line cut short by a kill; ``file`` may be another JSONL file."""
     rows = []
     with suppress(FileNotFoundError, json.JSONDecodeError):
         for line in (Path(run_dir) / file).read_text().splitlines():
@@ -21,23 +21,23 @@ def read_metrics(run_dir: Path, file: str = METRICS_FILE) -> list[dict]:
 
 
 def cut_metrics(run_dir: Path, global_step: int, file: str = METRICS_FILE) -> None:
-    """Drops the log points after ``global_step``, which a resumed run will write again."""
+    """Drops log points after ``global_step``, which a resumed run writes again."""
     rows = [row for row in read_metrics(run_dir, file) if row["global_step"] <= global_step]
     with open_atomically(run_dir / file) as out:
         out.write("".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
 class Tracker:
-    """Writes each log point everywhere it belongs.
+    """Writes each log point to every place it belongs.
 
     Args:
         run_dir: the run directory, which exists.
-        args: of the run, which W&B shows; ``track``, ``wandb_project_name`` and ``wandb_entity`` are read.
-        global_step: environment steps at which the run starts, or goes on.
+        args: the run's, which W&B shows; ``track``, ``wandb_project_name`` and ``wandb_entity`` are used here.
+        global_step: environment step at which the run starts or resumes.
     """
 
     def __init__(self, run_dir: Path, args, global_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # 0.3 s that --help need not wait for
+        from torch.utils.tensorboard import SummaryWriter  # takes 0.3 s, which --help does not need
 
         cut_metrics(run_dir, global_step)
         self._file = open(run_dir / METRICS_FILE, "a", buffering=1)
@@ -45,7 +45,7 @@ class Tracker:
         self._wandb = _start_wandb(run_dir, args) if args.track else None
 
     def log(self, global_step: int, metrics: dict[str, float]) -> None:
-        """Writes one log point; a NaN or infinity becomes null in ``metrics.jsonl``, which stays valid JSON."""
+        """Writes one log point; NaN and infinity become null in ``metrics.jsonl``, to keep it valid JSON."""
         finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         self._file.write(json.dumps({"global_step": global_step, **finite}) + "\n")
         for key, value in metrics.items():
@@ -63,7 +63,7 @@ class Tracker:
 def _start_wandb(run_dir: Path, args):
     import wandb
 
-    # Without a key wandb.init would ask for one on the terminal; an offline run is synchronised later by `wandb sync`.
+    # Without a key, wandb.init would prompt for one. `wandb sync` uploads an offline run later.
     mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False, verify=False) else "offline")
     return wandb.init(
         project=args.wandb_project_name,

@@ -52,7 +52,7 @@ import cloudpickle
 import numpy as np
 import torch
 
-from leanrl.support.atari import make_atari_envs, whole_games
+from leanrl.support.atari import CLEANRL, make_atari_envs, whole_games
 from leanrl.support.cli import parse_args
 from leanrl.support.devices import resolve_device
 from leanrl.support.envs import make_env, make_envs, require_continuous_actions, require_discrete_actions
@@ -339,7 +339,7 @@ def atari_envs(args) -> Any:
         def close(self) -> None:
             self.envs.close()
 
-    return AtariVecEnv(make_atari_envs(args.env_id, args.num_envs, args.seed))
+    return AtariVecEnv(make_atari_envs(args.env_id, args.num_envs, args.seed, CLEANRL))
 
 
 # ------------------------------------------------------------------------------------------------------------- LEARNING
