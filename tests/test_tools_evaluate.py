@@ -187,7 +187,8 @@ def test_an_agent_that_never_serves_loses_its_lives(trained, monkeypatch):
         num_steps += 1
         return np.zeros(len(obs), int)
 
-    monkeypatch.setattr(evaluation, "load_policy", lambda *_: wait)
+    script = evaluation.training_script(trained, evaluation.load_model(trained))
+    monkeypatch.setattr(script, "load_policy", lambda *_: wait)
     (score,) = evaluation.play(trained, 1)
     assert 0 <= score < 20 and 50 < num_steps < 2_000
 
