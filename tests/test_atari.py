@@ -1,7 +1,5 @@
 """Atari over EnvPool: what its flags and infos mean, both protocols, whole games in the statistics, refusals."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -57,7 +55,7 @@ def test_a_lost_life_ends_the_episode_but_not_the_game():
 
 
 def test_without_episodic_life_only_the_game_ends():
-    steps = play(breakout(protocol=replace(CLEANRL, episodic_life=False)), NUM_STEPS)
+    steps = play(breakout(protocol=CLEANRL._replace(episodic_life=False)), NUM_STEPS)
     assert steps["terminations"].sum() >= 4
     np.testing.assert_array_equal(steps["terminations"], steps["game_over"])
     np.testing.assert_array_equal(steps["terminations"], steps["lives"] == 0)
@@ -65,7 +63,7 @@ def test_without_episodic_life_only_the_game_ends():
 
 @pytest.mark.parametrize("protocol", [CLEANRL, CLEANBA])
 def test_time_that_runs_out_ends_the_game_whatever_lives_are_left(protocol):
-    steps = play(breakout(protocol=replace(protocol, max_episode_steps=40)), 100)
+    steps = play(breakout(protocol=protocol._replace(max_episode_steps=40)), 100)
     out = steps["elapsed_step"] == 40
     assert out.sum() >= 8 and (steps["lives"][out] > 0).any()
     np.testing.assert_array_equal(steps["truncations"], out)
@@ -80,10 +78,10 @@ def test_time_that_runs_out_ends_the_game_whatever_lives_are_left(protocol):
 
 @pytest.mark.parametrize("episodic_life, lives", [(True, 4), (False, 0)])
 def test_what_is_lost_as_time_runs_out_has_terminated(episodic_life, lives):
-    protocol = replace(CLEANRL, episodic_life=episodic_life)
+    protocol = CLEANRL._replace(episodic_life=episodic_life)
     steps = play(breakout(num_envs=1, protocol=protocol), 400)
     length = int(steps["elapsed_step"][steps["terminations"]][0])
-    steps = play(breakout(num_envs=1, protocol=replace(protocol, max_episode_steps=length)), length)
+    steps = play(breakout(num_envs=1, protocol=protocol._replace(max_episode_steps=length)), length)
     assert not steps["terminations"][:-1].any() and not steps["truncations"][:-1].any()
     last = {key: steps[key][-1, 0] for key in ("terminations", "truncations", "game_over", "lives")}
     assert last == {"terminations": True, "truncations": True, "game_over": True, "lives": lives}
@@ -116,7 +114,7 @@ def test_a_game_that_ends_in_a_reset_is_over(monkeypatch):
 @pytest.mark.parametrize("max_episode_steps", [27_000, 250])
 def test_statistics_count_whole_games_unclipped(max_episode_steps):
     """Ms. Pacman: 3 lives, rewards of 10 and more."""
-    protocol = replace(CLEANRL, max_episode_steps=max_episode_steps)
+    protocol = CLEANRL._replace(max_episode_steps=max_episode_steps)
     steps = play(make_atari_envs("MsPacman-v5", NUM_ENVS, 1, protocol, num_threads=1), 2 * NUM_STEPS)
     np.testing.assert_array_equal(steps["rewards"], np.sign(steps["reward"]))
     assert steps["reward"].max() >= 10
@@ -163,7 +161,7 @@ def test_protocols():
 
     assert (actions(CLEANRL), actions(CLEANBA)) == (4, 18)
     # With sticky actions the same actions make another game.
-    protocols = [replace(CLEANRL, repeat_action_probability=p, noop_max=1) for p in (0.0, 0.25)]
+    protocols = [CLEANRL._replace(repeat_action_probability=p, noop_max=1) for p in (0.0, 0.25)]
     plain, sticky = (play(breakout(protocol=protocol), 60)["obs"] for protocol in protocols)
     assert (plain != sticky).any()
 

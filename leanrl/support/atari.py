@@ -12,7 +12,7 @@ What EnvPool 1.2 reports, where it differs from Gymnasium's own Atari wrappers:
 - Running out of time ends the game, however many lives are left.
 """
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
@@ -21,8 +21,7 @@ from leanrl.support.envs import EnvPoolVectorEnv, envpool_envs, make_envs, near_
 from leanrl.support.errors import bad
 
 
-@dataclass(frozen=True)
-class AtariProtocol:
+class AtariProtocol(NamedTuple):
     """How a game is played. The defaults are those of CleanRL and LeanRL."""
 
     episodic_life: bool = True
@@ -37,17 +36,6 @@ class AtariProtocol:
     """all 18 actions of the console instead of the game's own"""
     max_episode_steps: int = 27_000
     """time limit in agent steps of 4 frames each"""
-
-    def for_evaluation(self, sticky: bool) -> "AtariProtocol":
-        """This protocol with the game's own rewards, to evaluate an agent trained under it.
-
-        Lives are handled as in training: under ``episodic_life`` EnvPool serves the next ball in games that have one,
-        and an agent that never had to would let time run out. ``infos["game_over"]`` marks the end of a whole game.
-
-        Args:
-            sticky: use sticky actions, with the usual probability of 0.25.
-        """
-        return replace(self, reward_clip=False, repeat_action_probability=0.25 if sticky else 0.0)
 
 
 CLEANRL = AtariProtocol()
@@ -115,4 +103,4 @@ def make_atari_envs(env_id: str, num_envs: int, seed: int, protocol: AtariProtoc
     if env_id not in known:
         hint = near_names(env_id.replace("NoFrameskip-v4", "-v5"), known) or "; they are named as in Breakout-v5"
         raise bad("env_id", env_id, f"is not an Atari game of EnvPool{hint}")
-    return make_envs(env_id, num_envs, seed, "envpool", pool_type=AtariVectorEnv, **vars(protocol), **options)
+    return make_envs(env_id, num_envs, seed, "envpool", pool_type=AtariVectorEnv, **protocol._asdict(), **options)

@@ -11,7 +11,6 @@ import torch
 from leanrl.support.errors import UsageError
 
 FORMAT = "leanrl-checkpoint-5"
-KEEP = 2
 
 
 @contextmanager
@@ -59,7 +58,7 @@ def save_checkpoint(folder: Path, global_step: int, identity: dict, state: dict)
     folder.mkdir(exist_ok=True)
     path = folder / f"step_{global_step:012d}.pt"
     save_atomically({"format": FORMAT, **identity, "global_step": global_step, "state": state}, path)
-    kept = [checkpoint for checkpoint in list_checkpoints(folder) if checkpoint <= path][:KEEP]
+    kept = [checkpoint for checkpoint in list_checkpoints(folder) if checkpoint <= path][:2]
     for file in {*list_checkpoints(folder), *folder.glob("step_*.pt.tmp")} - {*kept}:
         file.unlink()
     return path

@@ -16,8 +16,6 @@ from leanrl.support.errors import UsageError, bad, flag
 # Language, environment variable and usual command of the compiler behind --compile: TorchInductor's on a CPU, on a GPU
 # that of Triton, which launches its kernels from C.
 COMPILERS = {"cpu": ("C++", "CXX", "g++"), "cuda": ("C", "CC", "gcc")}
-# PyTorch's names for units that multiply in bfloat16; the last is ARM's.
-BF16_CAPABILITIES = ("avx512_bf16", "amx_bf16", "bf16")
 # From glibc's malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 
@@ -65,7 +63,8 @@ def has_bf16_units() -> bool:
 
     If not, ``--amp bf16`` is two to three times as slow as float32.
     """
-    told = [has for name, has in torch.cpu.get_capabilities().items() if name in BF16_CAPABILITIES]
+    # The last one is ARM's.
+    told = [has for name, has in torch.cpu.get_capabilities().items() if name in ("avx512_bf16", "amx_bf16", "bf16")]
     return any(told) or not told
 
 

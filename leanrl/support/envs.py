@@ -43,7 +43,6 @@ class SerialVectorEnv(SyncVectorEnv):
     def __init__(self, envs: list[gym.Env], seeds: list[int]) -> None:
         super().__init__([lambda env=env: env for env in envs], autoreset_mode=AutoresetMode.NEXT_STEP)
         self._seeds = seeds
-        self._done = [False] * self.num_envs
         self._obs = np.zeros(self.observation_space.shape, self.observation_space.dtype)
 
     def reset(self, *, seed=None, options=None) -> tuple[np.ndarray, dict]:

@@ -67,7 +67,7 @@ def play(
         episodes: how many.
         seed: of the evaluation environment.
         video: where to write the first episode as mp4, at the environment's own speed; None for no video.
-        sticky: use sticky actions (Atari games only).
+        sticky: use sticky actions, with the usual probability of 0.25 (Atari games only).
         file: the model's file name in ``run_dir``.
         script: the module that trained it; by default the one of ours that it names.
 
@@ -82,7 +82,9 @@ def play(
     protocol = atari_protocol(script, saved["args"])
     if sticky and protocol is None:
         raise UsageError(f"--sticky: {saved['args']['env_id']} has none; sticky actions are for Atari games")
-    protocol = protocol and protocol.for_evaluation(sticky)
+    # The game's own rewards, but lives as in training: under episodic_life EnvPool serves the next ball in games that
+    # have one, and an agent that never had to would let time run out.
+    protocol = protocol and protocol._replace(reward_clip=False, repeat_action_probability=0.25 if sticky else 0.0)
     envs = make_evaluation_envs(saved["args"], seed, video is not None, protocol)
     returns = []
     with closing(envs):
@@ -148,8 +150,7 @@ def require_video(env_id: str, backend: EnvBackend = "gymnasium") -> EnvBackend:
     if not find_spec("imageio_ffmpeg"):  # imageio only notices at the first frame
         raise UsageError("--capture-video: needs a package that is missing; pip install imageio imageio-ffmpeg")
     backend = drawing_backend(env_id, backend)
-    in_gymnasium = backend == "gymnasium"
-    if in_gymnasium and not os.environ.get("DISPLAY"):  # MuJoCo and pygame read these on import
+    if backend == "gymnasium" and not os.environ.get("DISPLAY"):  # MuJoCo and pygame read these on import
         os.environ["MUJOCO_GL"] = os.environ.get("MUJOCO_GL") or "egl"
         os.environ["SDL_VIDEODRIVER"] = os.environ.get("SDL_VIDEODRIVER") or "dummy"
     # Without OpenGL, Gymnasium's half-built viewer fails again when it is collected, with a traceback on stderr.
@@ -163,7 +164,7 @@ def require_video(env_id: str, backend: EnvBackend = "gymnasium") -> EnvBackend:
             raise
         except Exception as error:  # OpenGL fails in many ways, with no common class
             reason = " ".join(str(error).split()) or type(error).__name__
-            if in_gymnasium and not isinstance(error, gym.error.DependencyNotInstalled):  # names its remedy
+            if backend == "gymnasium" and not isinstance(error, gym.error.DependencyNotInstalled):  # names its remedy
                 reason += "; MuJoCo needs OpenGL: install libegl1 (Debian: apt install libegl1) and set MUJOCO_GL=egl"
     if reason:
         raise UsageError(f"--capture-video: cannot film {env_id} here: {reason}")

@@ -150,15 +150,16 @@ class Captured:
             current.wait_stream(self._stream)
             return result
         if self._graph is None:
-            self._graph = torch.cuda.CUDAGraph()
+            graph = torch.cuda.CUDAGraph()
             self._args = [arg.clone() for arg in args]
             gc.collect()
             gc.disable()  # a graph destroyed during a capture invalidates it
             try:
-                with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
+                with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                     self._result = self._fn(*self._args)
             finally:
                 gc.enable()
+            self._graph = graph
         for ours, arg in zip(self._args, args, strict=True):
             ours.copy_(arg, non_blocking=True)
         self._graph.replay()

@@ -71,8 +71,7 @@ class Replay:
     def sample(self, batch_size: int) -> Batch:
         """``batch_size`` transitions, each drawn uniformly from all that are stored."""
         # 62 random bits modulo the size: uniform to one part in 10**12, and the size stays on the device.
-        inds = torch.randint(2**62, (batch_size,), device=self.rows.device) % self.size
-        return self.take(inds)
+        return self.take(torch.randint(2**62, (batch_size,), device=self.rows.device) % self.size)
 
     def take(self, inds: torch.Tensor) -> Batch:
         """The transitions at ``inds`` [B]."""

@@ -9,11 +9,12 @@ import os
 import platform
 import random
 import shlex
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from copy import deepcopy
 from importlib.util import find_spec
 from pathlib import Path
@@ -61,9 +62,7 @@ def machine_facts(device: torch.device) -> dict:
     """Git commit, package versions, device name and CPU cores, for ``args.json`` and benchmark records."""
     # "-dirty" is appended if a file differs from the commit. A copy without .git is given its commit in GIT_COMMIT.
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
-    commit = ""
-    with suppress(OSError):  # no git here
-        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
     installed = {name: importlib.metadata.version(name) for name in VERSIONED_PACKAGES if find_spec(name)}
     return {
         "git_commit": commit or os.environ.get("GIT_COMMIT") or None,

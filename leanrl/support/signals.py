@@ -19,7 +19,6 @@ class StopRequest:
     def __init__(self, quiet: bool = False) -> None:
         self.requested = False
         self._quiet = quiet
-        self._former: dict[int, object] = {}
 
     def _handle(self, number: int, frame) -> None:
         if number == signal.SIGINT:
