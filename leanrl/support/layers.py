@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 
 class TwinLinear(nn.Module):
@@ -21,10 +22,26 @@ class TwinLinear(nn.Module):
         return torch.bmm(x, self.weight[: len(x)]) + self.bias[: len(x)]
 
 
+class TwinLayerNorm(nn.Module):
+    """The layer norms of two networks: [2, B, features] -> [2, B, features]
+
+    With input for the first network only, [1, B, features], it is that network's layer.
+    """
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 1, features))
+        self.bias = nn.Parameter(torch.zeros(2, 1, features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, x.shape[-1:]) * self.weight[: len(x)] + self.bias[: len(x)]
+
+
 class Float32:
     """Mixin for a layer that stays in float32 under autocast; its input may have any precision.
 
-    For the first and last layers of a network: in bfloat16, observations and values have only three digits.
+    For the first and last layers of a network: in bfloat16, observations and values have only three digits. And for
+    norms, whose means and deviations are sums of many numbers.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -40,6 +57,14 @@ class Float32Linear(Float32, nn.Linear):
 
 class Float32TwinLinear(Float32, TwinLinear):
     """[2, B, in_features] -> [2, B, out_features]"""
+
+
+class Float32LayerNorm(Float32, nn.LayerNorm):
+    """[..., features] -> [..., features]"""
+
+
+class Float32TwinLayerNorm(Float32, TwinLayerNorm):
+    """[2, B, features] -> [2, B, features]"""
 
 
 class ChannelsLastLayerNorm(nn.LayerNorm):

@@ -1,0 +1,555 @@
+"""FastSAC, made fast with torch.compile and CUDA graphs.
+
+The same program as fast_sac.py: read that first, then a diff of the two, which shows what was made fast.
+``--compile``, ``--cudagraphs`` and ``--one-graph`` can be switched on one by one.
+
+    python leanrl/fast_sac_torchcompile.py --env-id HalfCheetah-v5 --compile --env-backend envpool
+    python leanrl/fast_sac_torchcompile.py --compile --amp bf16       # faster where there are bf16 units
+    python leanrl/fast_sac_torchcompile.py --compile --cudagraphs     # on a CUDA device, or --one-graph
+
+What differs, most of it with its measured gain in doc/optimizations.md:
+- a step of the environment costs one copy in, one call and one copy out: the call writes the transition to the replay,
+  samples a batch, trains critics, entropy coefficient and actor, moves the targets, and acts;
+- Adam's step is one that torch.compile traces, as it does ``loss.backward()``: an update is one graph;
+- with ``--one-graph`` a step is one CUDA graph, copies included (leanrl/support/onegraph.py).
+"""
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Literal, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributions.normal import Normal
+
+from leanrl.support.checkpoints import resumed_step
+from leanrl.support.cli import RunArgs, run_script
+from leanrl.support.devices import available_cores, resolve_device, set_cpu_numerics
+from leanrl.support.envs import EnvBackend, make_envs, require_continuous_actions, start_envs
+from leanrl.support.episodes import EpisodeStatistics
+from leanrl.support.errors import bad, require_at_least, require_positive
+from leanrl.support.evaluation import require_video
+from leanrl.support.executables import WARMUP_CALLS, make_executable, untouched
+from leanrl.support.layers import (
+    Float32LayerNorm,
+    Float32Linear,
+    Float32TwinLayerNorm,
+    Float32TwinLinear,
+    TwinLinear,
+)
+from leanrl.support.normalization import RunningMoments
+from leanrl.support.off_policy import OffPolicyState, named_losses, require_off_policy
+from leanrl.support.onegraph import OneGraph
+from leanrl.support.optim import Adam
+from leanrl.support.replay import Batch, LastStep, Replay, TimestepBuffer
+from leanrl.support.run import Run, seed_everything
+
+
+@dataclass
+class Args(RunArgs):
+    env_id: str = "HalfCheetah-v5"
+    """Gymnasium environment with continuous actions; Dict observations are flattened in the order of their keys"""
+    total_timesteps: int = 1_000_000
+    """environment steps of the whole run, rounded down to whole steps of all environments"""
+    seed: int = 1
+    """seed of the environments, the networks, the sampling and the noise"""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N"""
+    amp: Literal["none", "bf16"] = "none"
+    """bf16 runs the networks of the update under autocast"""
+    num_threads: int | None = None
+    """CPU threads of PyTorch; by default all cores"""
+    log_every: int = 1_000
+    """environment steps between log points"""
+    checkpoint_replay: bool = True
+    """write the replay into checkpoints; without it a resumed run fills a new one before it trains on"""
+
+    compile: bool = False
+    """compile the training step with torch.compile"""
+    cudagraphs: bool = False
+    """replay the training step as a CUDA graph (tensordict's CudaGraphModule)"""
+    one_graph: bool = False
+    """replay all between two steps of the environments as one CUDA graph of our own (implies --cudagraphs)"""
+    env_backend: EnvBackend = "gymnasium"
+    """gymnasium steps the environments in this process, envpool on C++ threads (faster with many environments)"""
+
+    policy_lr: float = 1e-3
+    """learning rate of the actor's Adam"""
+    q_lr: float = 1e-3
+    """learning rate of the critics' Adam"""
+    alpha_lr: float = 1e-3
+    """learning rate of the entropy coefficient's Adam"""
+    num_envs: int = 16
+    """environments stepped together"""
+    buffer_size: int = 1_000_000
+    """transitions that the replay keeps"""
+    gamma: float = 0.99
+    """discount"""
+    tau: float = 0.01
+    """Polyak averaging of the target networks: the weight of the trained ones in an update"""
+    batch_size: int = 256
+    """transitions of an update"""
+    learning_starts: int = 5_000
+    """environment steps with random actions before the first update"""
+    updates_per_step: float = 0.25
+    """updates of the critics per environment step, N for N environments that step together; resets count as steps"""
+    policy_frequency: int = 2
+    """updates of the critics for each update of the actor"""
+    num_atoms: int = 51
+    """returns that the critics tell apart, evenly spaced from --v-min to --v-max"""
+    v_min: float = -100.0
+    """lowest return that the critics can predict"""
+    v_max: float = 1_000.0
+    """highest return that the critics can predict"""
+    clipped_double_q: bool = False
+    """believe the lower one of the two critics; by default the mean of both"""
+    actor_hidden_dim: int = 256
+    """width of the actor's first hidden layer; the second is half as wide"""
+    critic_hidden_dim: int = 256
+    """width of the critics' first hidden layer; the second is half as wide"""
+    layer_norm: bool = True
+    """normalise the hidden layers of all networks"""
+    obs_normalization: bool = True
+    """normalise the observations by their running mean and deviation"""
+    log_std_max: float = 0.0
+    """highest log standard deviation of the policy before the squashing"""
+    autotune: bool = True
+    """learn the entropy coefficient, so that the policy's entropy is about --target-entropy"""
+    alpha: float = 0.001
+    """the entropy coefficient, with --autotune at the start"""
+    target_entropy_ratio: float = 0.0
+    """the entropy that --autotune aims at is minus this times the number of action dimensions"""
+
+
+def validate(args: Args) -> None:
+    """Raises UsageError on the first argument that cannot work."""
+    require_off_policy(args)
+    require_at_least(args, 1, "policy_frequency")
+    require_at_least(args, 2, "num_atoms", "actor_hidden_dim", "critic_hidden_dim")
+    require_at_least(args, 0, "target_entropy_ratio")
+    require_positive(args, "policy_lr", "q_lr", "alpha_lr", "alpha")
+    if args.v_max <= args.v_min:
+        raise bad("v_max", args.v_max, f"is not above --v-min {args.v_min}")
+
+
+# ---------------------------------------------------------------------------------------------------------- NETWORKS
+
+
+class Critics(nn.Module):
+    """Two distributional Q-networks, side by side: how likely they hold each of ``atoms`` [num_atoms], the returns."""
+
+    def __init__(self, obs_dim: int, action_dim: int, args: Args) -> None:
+        super().__init__()
+        hidden_dim = args.critic_hidden_dim
+        norm = Float32TwinLayerNorm if args.layer_norm else nn.Identity
+        self.fc1 = Float32TwinLinear(obs_dim + action_dim, hidden_dim)
+        self.norm1 = norm(hidden_dim)
+        self.fc2 = TwinLinear(hidden_dim, hidden_dim // 2)
+        self.norm2 = norm(hidden_dim // 2)
+        self.fc3 = Float32TwinLinear(hidden_dim // 2, args.num_atoms)
+        self.register_buffer("atoms", torch.linspace(args.v_min, args.v_max, args.num_atoms))
+        # Returns near 0 at first: what bootstrapping starts from, it forgets slowly.
+        nn.init.zeros_(self.fc3.weight)
+        with torch.no_grad():
+            self.fc3.bias.copy_(-self.atoms.abs() / (self.atoms[1] - self.atoms[0]))
+
+    def forward(self, obs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+        """[B, obs_dim], [B, action_dim] -> logits [2, B, num_atoms]"""
+        x = torch.cat([obs, actions], 1).expand(2, -1, -1)
+        x = F.relu(self.norm1(self.fc1(x)))
+        x = F.relu(self.norm2(self.fc2(x)))
+        return self.fc3(x)
+
+    def values(self, logits: torch.Tensor) -> torch.Tensor:
+        """The expected returns: [2, B, num_atoms] -> [2, B]"""
+        return (logits.softmax(-1) * self.atoms).sum(-1)
+
+
+LOG_STD_MIN = -5.0
+
+
+class Actor(nn.Module):
+    """The policy: a normal distribution squashed by tanh into the bounds ``low`` and ``high`` [action_dim]."""
+
+    def __init__(
+        self, obs_dim: int, low: np.ndarray, high: np.ndarray, hidden_dim: int, layer_norm: bool, log_std_max: float
+    ) -> None:
+        super().__init__()
+        norm = Float32LayerNorm if layer_norm else nn.Identity
+        self.log_std_max = log_std_max
+        self.fc1 = Float32Linear(obs_dim, hidden_dim)
+        self.norm1 = norm(hidden_dim)
+        self.fc2 = nn.Linear(hidden_dim, hidden_dim // 2)
+        self.norm2 = norm(hidden_dim // 2)
+        self.fc_heads = Float32Linear(hidden_dim // 2, 2 * len(low))
+        self.register_buffer("low", torch.as_tensor(low, dtype=torch.float32))
+        self.register_buffer("high", torch.as_tensor(high, dtype=torch.float32))
+        self.register_buffer("action_scale", (self.high - self.low) / 2)
+        self.register_buffer("action_bias", (self.high + self.low) / 2)
+
+    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[B, obs_dim] -> mean and log standard deviation before the squashing, [B, action_dim] each"""
+        x = F.relu(self.norm1(self.fc1(obs)))
+        x = F.relu(self.norm2(self.fc2(x)))
+        mean, log_std = self.fc_heads(x).chunk(2, 1)
+        log_std = torch.tanh(log_std)
+        # From https://github.com/denisyarats/pytorch_sac; a clamp would have no gradient beyond its ends.
+        return mean, LOG_STD_MIN + 0.5 * (self.log_std_max - LOG_STD_MIN) * (log_std + 1)
+
+    def get_action(self, obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Samples: [B, obs_dim], standard normal [B, action_dim] -> action [B, action_dim], its log-probability [B]"""
+        mean, log_std = self(obs)
+        std = log_std.exp()
+        x_t = mean + std * noise  # the reparameterisation trick
+        y_t = torch.tanh(x_t)
+        log_prob = Normal(mean, std, validate_args=False).log_prob(x_t)
+        # The density of the squashed action: the paper's equation 26.
+        log_prob = log_prob - torch.log(self.action_scale * (1 - y_t**2) + 1e-6)
+        return y_t * self.action_scale + self.action_bias, log_prob.sum(1)
+
+
+# ------------------------------------------------------------------------------------------------ TARGETS AND LOSSES
+
+
+def project(probs: torch.Tensor, returns: torch.Tensor, atoms: torch.Tensor) -> torch.Tensor:
+    """The categorical projection of C51 (https://arxiv.org/abs/1707.06887): a return counts for its two neighbours.
+
+    Args:
+        probs: of the returns, [B, num_atoms].
+        returns: [B, num_atoms]; those beyond the ends of ``atoms`` count as the ends.
+        atoms: evenly spaced, [num_atoms].
+
+    Returns:
+        The probabilities of ``atoms``, [B, num_atoms].
+    """
+    places = ((returns - atoms[0]) / (atoms[1] - atoms[0])).clamp(0, len(atoms) - 1)
+    lower = places.long().clamp(max=len(atoms) - 2)
+    share = places - lower  # of the upper neighbour
+    projected = torch.zeros_like(probs).scatter_add(1, lower, probs * (1 - share))
+    return projected.scatter_add(1, lower + 1, probs * share)
+
+
+def target_distribution(
+    critics_target: Critics,
+    next_actions: torch.Tensor,
+    next_log_pi: torch.Tensor,
+    alpha: torch.Tensor,
+    batch: Batch,
+    args: Args,
+) -> torch.Tensor:
+    """The critics' target: the distribution of the soft value, by the mean of two critics.
+
+    Args:
+        next_actions, next_log_pi: the policy's for ``batch.next_obs``, [B, action_dim] and [B].
+        alpha: entropy coefficient, [1].
+
+    Returns:
+        The probabilities of the critics' atoms, [B, num_atoms].
+    """
+    logits, atoms = critics_target(batch.next_obs, next_actions), critics_target.atoms
+    probs = logits.softmax(-1)
+    if args.clipped_double_q:
+        values = critics_target.values(logits)
+        probs = torch.where((values[0] < values[1]).unsqueeze(1), probs[0], probs[1])
+    else:
+        probs = probs.mean(0)
+    discounts = args.gamma * (1.0 - batch.terminations)
+    returns = (batch.rewards - discounts * alpha * next_log_pi).unsqueeze(1) + discounts.unsqueeze(1) * atoms
+    return project(probs, returns, atoms)
+
+
+def critic_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of each critic: [2, B, num_atoms], [B, num_atoms] -> [2]"""
+    return -(target * logits.log_softmax(-1)).sum(-1).mean(1)
+
+
+def actor_loss(
+    actor: Actor, critics: Critics, alpha: torch.Tensor, obs: torch.Tensor, noise: torch.Tensor, args: Args
+) -> torch.Tensor:
+    """SAC's, with the mean of both critics, averaged over ``obs`` [B, obs_dim]."""
+    actions, log_pi = actor.get_action(obs, noise)
+    values = critics.values(critics(obs, actions))
+    return (alpha * log_pi - (values.amin(0) if args.clipped_double_q else values.mean(0))).mean()
+
+
+def alpha_loss(log_alpha: torch.Tensor, log_pi: torch.Tensor, target_entropy: float) -> torch.Tensor:
+    """The paper's equation 18, for log-probabilities [B] of the policy's own actions."""
+    return (-log_alpha.exp() * (log_pi + target_entropy)).mean()
+
+
+class Losses(NamedTuple):
+    """What an update logs: it writes these tensors."""
+
+    qf_values: torch.Tensor  # [2], one number for each critic
+    qf_loss: torch.Tensor  # [2]
+    actor_loss: torch.Tensor  # [1]
+    alpha: torch.Tensor  # [1]
+    alpha_loss: torch.Tensor  # [1]
+
+
+# ------------------------------------------------------------------------------------------------------------ UPDATE
+
+
+def make_update(
+    actor: Actor,
+    critics: Critics,
+    critics_target: Critics,
+    log_alpha: torch.Tensor,
+    actor_optimizer: Adam,
+    q_optimizer: Adam,
+    a_optimizer: Adam,
+    normalize: nn.Module,
+    replay: Replay,
+    args: Args,
+) -> tuple[Callable, Losses]:
+    """The function that trains on one batch, and the losses that it writes.
+
+    ``update(with_actor)``: the flag says whether this update trains the actor too. ``normalize`` is applied to
+    observations; ``log_alpha.exp()`` is the entropy coefficient.
+    """
+    device = replay.rows.device
+    target_entropy = -args.target_entropy_ratio * len(actor.low)
+    losses = Losses(*(torch.zeros(size, device=device) for size in (2, 2, 1, 1, 1)))
+    losses.alpha.copy_(log_alpha.detach().exp())
+    params, target_params = list(critics.parameters()), list(critics_target.parameters())
+
+    def autocast():
+        return torch.autocast(device.type, torch.bfloat16, enabled=args.amp == "bf16")
+
+    def update(with_actor: bool) -> None:
+        batch = replay.sample(args.batch_size)
+        batch = batch._replace(obs=normalize(batch.obs), next_obs=normalize(batch.next_obs))
+        # Drawn at once: where PyTorch before 2.13 compiles an update, it may change the order of draws within.
+        noise = batch.actions.new_empty(1 + with_actor, *batch.actions.shape).normal_()
+        with autocast():
+            with torch.no_grad():
+                next_actions, next_log_pi = actor.get_action(batch.next_obs, noise[0])
+                target = target_distribution(critics_target, next_actions, next_log_pi, log_alpha.exp(), batch, args)
+            logits = critics(batch.obs, batch.actions)
+            qf_loss = critic_loss(logits, target)
+        qf_loss.sum().backward()
+        q_optimizer.step()
+        q_optimizer.zero_grad()
+        losses.qf_values.copy_(critics.values(logits.detach()).mean(1))
+        losses.qf_loss.copy_(qf_loss.detach())
+
+        if args.autotune:
+            a_loss = alpha_loss(log_alpha, next_log_pi, target_entropy)
+            a_loss.backward()
+            a_optimizer.step()
+            a_optimizer.zero_grad()
+            losses.alpha_loss.copy_(a_loss.detach())
+            losses.alpha.copy_(log_alpha.detach().exp())
+
+        if with_actor:
+            with autocast():
+                pi_loss = actor_loss(actor, critics, log_alpha.detach().exp(), batch.obs, noise[1], args)
+            pi_loss.backward(inputs=list(actor.parameters()))
+            actor_optimizer.step()
+            actor_optimizer.zero_grad()
+            losses.actor_loss.copy_(pi_loss.detach())
+
+        with torch.no_grad():
+            torch._foreach_lerp_(target_params, params, args.tau)
+
+    return update, losses
+
+
+# ------------------------------------------------------------------------------------------------------------ ACTING
+
+
+def make_acting(actor: Actor, normalize: nn.Module, replay: Replay, last: LastStep, args: Args) -> tuple[Callable, ...]:
+    """What happens between two steps of the environments, around the updates.
+
+    Returns:
+        ``observe(timestep)``: writes a transition to the replay; ``timestep`` [N, obs_dim + 3], the rows of a
+        TimestepBuffer, is what the environments returned for ``last.actions``;
+        ``act()``: actions [N, action_dim] sampled from the policy;
+        ``explore()``: random actions instead.
+    """
+
+    def observe(timestep: torch.Tensor) -> None:
+        last.complete(replay, timestep)
+        if args.obs_normalization:
+            normalize.update(last.obs.double())
+
+    @torch.no_grad()
+    def act() -> torch.Tensor:
+        actions, _ = actor.get_action(normalize(last.obs), torch.randn_like(last.actions))
+        last.actions.copy_(actions)
+        return actions
+
+    def explore() -> torch.Tensor:
+        return last.actions.copy_(actor.low + (actor.high - actor.low) * torch.rand_like(last.actions))
+
+    return observe, act, explore
+
+
+def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
+    """The deterministic policy of a saved model: observations [N, obs_dim] -> actions [N, action_dim]."""
+    space, obs_dim = envs.single_action_space, envs.single_observation_space.shape[0]
+    hidden_dim = len(model["actor"]["fc1.bias"])
+    actor = Actor(obs_dim, space.low, space.high, hidden_dim, "norm1.weight" in model["actor"], 0.0)
+    actor.load_state_dict(model["actor"])
+    normalize = RunningMoments((obs_dim,)) if model["obs_moments"] else nn.Identity()
+    normalize.load_state_dict(model["obs_moments"])
+
+    @torch.no_grad()
+    def policy(obs: np.ndarray) -> np.ndarray:
+        mean, _ = actor(normalize(torch.as_tensor(obs, dtype=torch.float32)))
+        return (torch.tanh(mean) * actor.action_scale + actor.action_bias).numpy()
+
+    return policy
+
+
+# ------------------------------------------------------------------------------------------------------- EXECUTABLES
+
+
+# The density of a squashed action is a difference of nearly equal numbers where tanh is near 1: no shortcuts there.
+EXACT_TANH = {"cpp.use_decompose_tanh": False}
+
+
+def make_executables(observe: Callable, update: Callable, act: Callable, args: Args, device: torch.device) -> Callable:
+    """The function ``advance(timestep_cpu, turns) -> actions``, compiled and captured as the flags say.
+
+    It observes, takes an update for each of ``turns``, its arguments, and acts: all as one executable for at most one
+    update, as several for more. ``timestep_cpu`` is pinned where the device is a GPU.
+    """
+    # Each is compiled by its first call, so those that a run does not need cost nothing.
+    compiled = partial(make_executable, device=device, compile=args.compile, cudagraphs=False, **EXACT_TANH)
+    captured = partial(make_executable, device=device, compile=args.compile, cudagraphs=args.cudagraphs, **EXACT_TANH)
+
+    if args.one_graph:
+        updates = cache(lambda *turn: compiled(partial(update, *turn)))
+        return OneGraph(compiled(observe), updates, compiled(act), device)
+
+    def step(turns: tuple[tuple[bool, ...], ...], timestep: torch.Tensor) -> torch.Tensor:
+        observe(timestep)
+        for turn in turns:
+            update(*turn)
+        return act()
+
+    steps = cache(lambda turns: captured(partial(step, turns)))
+    updates = cache(lambda *turn: captured(partial(update, *turn)))
+    just_observe, just_act = captured(observe), captured(act)
+
+    def advance(timestep_cpu: torch.Tensor, turns: tuple[tuple[bool, ...], ...]) -> torch.Tensor:
+        timestep = timestep_cpu.to(device, non_blocking=True)
+        if len(turns) <= 1:
+            return steps(turns)(timestep)
+        just_observe(timestep)
+        for turn in turns:
+            updates(*turn)()
+        return just_act()
+
+    return advance
+
+
+# -------------------------------------------------------------------------------------------------------------- MAIN
+
+
+def main(args: Args) -> None:
+    validate(args)
+    device = resolve_device(args)
+    set_cpu_numerics(args.num_threads or available_cores())
+    if args.capture_video:
+        require_video(args.env_id, args.env_backend)
+    envs = make_envs(args.env_id, args.num_envs, args.seed, args.env_backend, start=resumed_step(args.resume))
+    require_continuous_actions(envs, args.env_id)
+    obs_dim, action_dim = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
+
+    seed_everything(args.seed)
+    low, high = envs.single_action_space.low, envs.single_action_space.high
+    actor = Actor(obs_dim, low, high, args.actor_hidden_dim, args.layer_norm, args.log_std_max).to(device)
+    critics = Critics(obs_dim, action_dim, args).to(device)
+    critics_target = deepcopy(critics)
+    log_alpha = torch.tensor([args.alpha], device=device).log().requires_grad_()
+    actor_optimizer = Adam(actor.parameters(), lr=args.policy_lr)
+    q_optimizer = Adam(critics.parameters(), lr=args.q_lr)
+    a_optimizer = Adam([log_alpha], lr=args.alpha_lr)
+    normalize = (RunningMoments((obs_dim,)) if args.obs_normalization else nn.Identity()).to(device)
+    replay = Replay(args.buffer_size, obs_dim, action_dim, device)
+    update, losses = make_update(
+        actor, critics, critics_target, log_alpha, actor_optimizer, q_optimizer, a_optimizer, normalize, replay, args
+    )
+    last = LastStep.allocate(args.num_envs, obs_dim, action_dim, device)
+    observe, act, explore = make_acting(actor, normalize, replay, last, args)
+    advance = make_executables(observe, update, act, args, device)
+    episodes = EpisodeStatistics(args.num_envs)
+    state = OffPolicyState(
+        args,
+        replay,
+        envs,
+        episodes,
+        actor=actor,
+        critics=critics,
+        critics_target=critics_target,
+        actor_optimizer=actor_optimizer,
+        q_optimizer=q_optimizer,
+        a_optimizer=a_optimizer,
+        log_alpha=log_alpha,
+        obs_moments=normalize,
+        **losses._asdict(),
+        next_actions=last.actions,
+    )
+
+    with Run(args, __file__, device, total_steps=args.total_timesteps // args.num_envs * args.num_envs) as run:
+        run.model = lambda: {"actor": actor.state_dict(), "obs_moments": normalize.state_dict()}
+        schedule = state.resume(run)
+
+        timestep_buffer = TimestepBuffer(args.num_envs, obs_dim, device)
+        with run.warmup(), untouched([*state.tensors(), *last], device):
+            # A step that only resets is not stored, and there must be a transition to sample.
+            timestep_cpu = timestep_buffer.write(0.0, 0.0, 0.0, dones=1.0)
+            last.resets.fill_(1.0)
+            replay.size.clamp_(min=1)
+            for turns in schedule.patterns(args.policy_frequency):
+                for _ in range(WARMUP_CALLS if args.compile or args.cudagraphs else 1):
+                    advance(timestep_cpu, turns)
+
+        # resets: whether an environment's next step only resets it (NEXT_STEP autoreset).
+        obs, resets = start_envs(envs, episodes, run.resumed and run.resumed["envs"])
+        last.obs.copy_(torch.from_numpy(obs))
+        last.resets.copy_(torch.from_numpy(resets))
+        run.restore_rng()
+        if run.resumed is not None and run.resumed["envs"] is not None:
+            actions = last.actions  # those chosen when the run was interrupted
+        else:
+            actions = explore() if run.global_step < args.learning_starts else act()
+        run.start_clock()
+        while run.global_step < run.total_steps and not run.stop_requested:
+            next_obs, rewards, terminations, truncations, _ = envs.step(actions.cpu().numpy())
+            dones = terminations | truncations
+            run.global_step += args.num_envs
+            run.record_episodes(*episodes.add_step(rewards, dones, resets))
+            resets = dones
+
+            timestep_cpu = timestep_buffer.write(next_obs, rewards, terminations, dones)
+            due = schedule.due(run.global_step)
+            if schedule.begins(run.global_step):
+                run.start_clock()
+            if run.global_step < args.learning_starts:
+                observe(timestep_cpu.to(device, non_blocking=True))
+                actions = explore()
+            else:
+                first = run.optimizer_steps + 1
+                run.optimizer_steps += due
+                turns = tuple((n % args.policy_frequency == 0,) for n in range(first, first + due))
+                actions = advance(timestep_cpu, turns)
+
+            if run.log_due():
+                run.log(named_losses(run, losses))
+            if run.checkpoint_due():
+                run.checkpoint(state.state_dict())
+
+        run.finish(state.state_dict())
+    envs.close()
+
+
+if __name__ == "__main__":
+    run_script(main, Args, __file__)
