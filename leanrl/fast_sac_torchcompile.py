@@ -35,13 +35,7 @@ from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import bad, require_at_least, require_positive
 from leanrl.support.evaluation import require_video
 from leanrl.support.executables import WARMUP_CALLS, make_executable, untouched
-from leanrl.support.layers import (
-    Float32LayerNorm,
-    Float32Linear,
-    Float32TwinLayerNorm,
-    Float32TwinLinear,
-    TwinLinear,
-)
+from leanrl.support.layers import Float32LayerNorm, Float32Linear, Float32TwinLayerNorm, Float32TwinLinear, TwinLinear
 from leanrl.support.normalization import RunningMoments
 from leanrl.support.off_policy import OffPolicyState, named_losses, require_off_policy
 from leanrl.support.onegraph import OneGraph
@@ -81,9 +75,7 @@ class Args(RunArgs):
     policy_lr: float = 1e-3
     """learning rate of the actor's Adam"""
     q_lr: float = 1e-3
-    """learning rate of the critics' Adam"""
-    alpha_lr: float = 1e-3
-    """learning rate of the entropy coefficient's Adam"""
+    """learning rate of the critics' Adam, and of the entropy coefficient's"""
     num_envs: int = 16
     """environments stepped together"""
     buffer_size: int = 1_000_000
@@ -108,21 +100,11 @@ class Args(RunArgs):
     """highest return that the critics can predict"""
     clipped_double_q: bool = False
     """believe the lower one of the two critics; by default the mean of both"""
-    actor_hidden_dim: int = 256
-    """width of the actor's first hidden layer; the second is half as wide"""
-    critic_hidden_dim: int = 256
-    """width of the critics' first hidden layer; the second is half as wide"""
-    layer_norm: bool = True
-    """normalise the hidden layers of all networks"""
-    obs_normalization: bool = True
-    """normalise the observations by their running mean and deviation"""
-    log_std_max: float = 0.0
-    """highest log standard deviation of the policy before the squashing"""
     autotune: bool = True
-    """learn the entropy coefficient, so that the policy's entropy is about --target-entropy"""
-    alpha: float = 0.001
+    """learn the entropy coefficient, so that the policy's entropy is about that of --target-entropy-ratio"""
+    alpha: float = 0.05
     """the entropy coefficient, with --autotune at the start"""
-    target_entropy_ratio: float = 0.0
+    target_entropy_ratio: float = 1.0
     """the entropy that --autotune aims at is minus this times the number of action dimensions"""
 
 
@@ -130,9 +112,9 @@ def validate(args: Args) -> None:
     """Raises UsageError on the first argument that cannot work."""
     require_off_policy(args)
     require_at_least(args, 1, "policy_frequency")
-    require_at_least(args, 2, "num_atoms", "actor_hidden_dim", "critic_hidden_dim")
+    require_at_least(args, 2, "num_atoms")
     require_at_least(args, 0, "target_entropy_ratio")
-    require_positive(args, "policy_lr", "q_lr", "alpha_lr", "alpha")
+    require_positive(args, "policy_lr", "q_lr", "alpha")
     if args.v_max <= args.v_min:
         raise bad("v_max", args.v_max, f"is not above --v-min {args.v_min}")
 
@@ -145,15 +127,13 @@ class Critics(nn.Module):
 
     def __init__(self, obs_dim: int, action_dim: int, args: Args) -> None:
         super().__init__()
-        hidden_dim = args.critic_hidden_dim
-        norm = Float32TwinLayerNorm if args.layer_norm else nn.Identity
-        self.fc1 = Float32TwinLinear(obs_dim + action_dim, hidden_dim)
-        self.norm1 = norm(hidden_dim)
-        self.fc2 = TwinLinear(hidden_dim, hidden_dim // 2)
-        self.norm2 = norm(hidden_dim // 2)
-        self.fc3 = Float32TwinLinear(hidden_dim // 2, args.num_atoms)
+        self.fc1 = Float32TwinLinear(obs_dim + action_dim, 256)
+        self.norm1 = Float32TwinLayerNorm(256)
+        self.fc2 = TwinLinear(256, 128)
+        self.norm2 = Float32TwinLayerNorm(128)
+        self.fc3 = Float32TwinLinear(128, args.num_atoms)
         self.register_buffer("atoms", torch.linspace(args.v_min, args.v_max, args.num_atoms))
-        # Returns near 0 at first: what bootstrapping starts from, it forgets slowly.
+        # Returns near 0 at first: bootstrapping forgets slowly what it begins with.
         nn.init.zeros_(self.fc3.weight)
         with torch.no_grad():
             self.fc3.bias.copy_(-self.atoms.abs() / (self.atoms[1] - self.atoms[0]))
@@ -170,23 +150,19 @@ class Critics(nn.Module):
         return (logits.softmax(-1) * self.atoms).sum(-1)
 
 
-LOG_STD_MIN = -5.0
+LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
 
 
 class Actor(nn.Module):
     """The policy: a normal distribution squashed by tanh into the bounds ``low`` and ``high`` [action_dim]."""
 
-    def __init__(
-        self, obs_dim: int, low: np.ndarray, high: np.ndarray, hidden_dim: int, layer_norm: bool, log_std_max: float
-    ) -> None:
+    def __init__(self, obs_dim: int, low: np.ndarray, high: np.ndarray) -> None:
         super().__init__()
-        norm = Float32LayerNorm if layer_norm else nn.Identity
-        self.log_std_max = log_std_max
-        self.fc1 = Float32Linear(obs_dim, hidden_dim)
-        self.norm1 = norm(hidden_dim)
-        self.fc2 = nn.Linear(hidden_dim, hidden_dim // 2)
-        self.norm2 = norm(hidden_dim // 2)
-        self.fc_heads = Float32Linear(hidden_dim // 2, 2 * len(low))
+        self.fc1 = Float32Linear(obs_dim, 256)
+        self.norm1 = Float32LayerNorm(256)
+        self.fc2 = nn.Linear(256, 128)
+        self.norm2 = Float32LayerNorm(128)
+        self.fc_heads = Float32Linear(128, 2 * len(low))
         self.register_buffer("low", torch.as_tensor(low, dtype=torch.float32))
         self.register_buffer("high", torch.as_tensor(high, dtype=torch.float32))
         self.register_buffer("action_scale", (self.high - self.low) / 2)
@@ -199,7 +175,7 @@ class Actor(nn.Module):
         mean, log_std = self.fc_heads(x).chunk(2, 1)
         log_std = torch.tanh(log_std)
         # From https://github.com/denisyarats/pytorch_sac; a clamp would have no gradient beyond its ends.
-        return mean, LOG_STD_MIN + 0.5 * (self.log_std_max - LOG_STD_MIN) * (log_std + 1)
+        return mean, LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (log_std + 1)
 
     def get_action(self, obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Samples: [B, obs_dim], standard normal [B, action_dim] -> action [B, action_dim], its log-probability [B]"""
@@ -208,7 +184,7 @@ class Actor(nn.Module):
         x_t = mean + std * noise  # the reparameterisation trick
         y_t = torch.tanh(x_t)
         log_prob = Normal(mean, std, validate_args=False).log_prob(x_t)
-        # The density of the squashed action: the paper's equation 26.
+        # The density of the squashed action: https://arxiv.org/abs/1812.05905, equation 26.
         log_prob = log_prob - torch.log(self.action_scale * (1 - y_t**2) + 1e-6)
         return y_t * self.action_scale + self.action_bias, log_prob.sum(1)
 
@@ -271,14 +247,14 @@ def critic_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def actor_loss(
     actor: Actor, critics: Critics, alpha: torch.Tensor, obs: torch.Tensor, noise: torch.Tensor, args: Args
 ) -> torch.Tensor:
-    """SAC's, with the mean of both critics, averaged over ``obs`` [B, obs_dim]."""
+    """SAC's loss with the mean of both critics, averaged over ``obs`` [B, obs_dim]."""
     actions, log_pi = actor.get_action(obs, noise)
     values = critics.values(critics(obs, actions))
     return (alpha * log_pi - (values.amin(0) if args.clipped_double_q else values.mean(0))).mean()
 
 
 def alpha_loss(log_alpha: torch.Tensor, log_pi: torch.Tensor, target_entropy: float) -> torch.Tensor:
-    """The paper's equation 18, for log-probabilities [B] of the policy's own actions."""
+    """SAC's loss of the entropy coefficient, for log-probabilities [B] of the policy's own actions."""
     return (-log_alpha.exp() * (log_pi + target_entropy)).mean()
 
 
@@ -303,14 +279,14 @@ def make_update(
     actor_optimizer: Adam,
     q_optimizer: Adam,
     a_optimizer: Adam,
-    normalize: nn.Module,
+    obs_moments: RunningMoments,
     replay: Replay,
     args: Args,
 ) -> tuple[Callable, Losses]:
     """The function that trains on one batch, and the losses that it writes.
 
-    ``update(with_actor)``: the flag says whether this update trains the actor too. ``normalize`` is applied to
-    observations; ``log_alpha.exp()`` is the entropy coefficient.
+    ``update(with_actor)``: the flag says whether this update trains the actor too, besides the critics and the entropy
+    coefficient ``log_alpha.exp()``.
     """
     device = replay.rows.device
     target_entropy = -args.target_entropy_ratio * len(actor.low)
@@ -323,7 +299,7 @@ def make_update(
 
     def update(with_actor: bool) -> None:
         batch = replay.sample(args.batch_size)
-        batch = batch._replace(obs=normalize(batch.obs), next_obs=normalize(batch.next_obs))
+        batch = batch._replace(obs=obs_moments(batch.obs), next_obs=obs_moments(batch.next_obs))
         # Drawn at once: where PyTorch before 2.13 compiles an update, it may change the order of draws within.
         noise = batch.actions.new_empty(1 + with_actor, *batch.actions.shape).normal_()
         with autocast():
@@ -363,24 +339,23 @@ def make_update(
 # ------------------------------------------------------------------------------------------------------------ ACTING
 
 
-def make_acting(actor: Actor, normalize: nn.Module, replay: Replay, last: LastStep, args: Args) -> tuple[Callable, ...]:
+def make_acting(actor: Actor, obs_moments: RunningMoments, replay: Replay, last: LastStep) -> tuple[Callable, ...]:
     """What happens between two steps of the environments, around the updates.
 
     Returns:
-        ``observe(timestep)``: writes a transition to the replay; ``timestep`` [N, obs_dim + 3], the rows of a
-        TimestepBuffer, is what the environments returned for ``last.actions``;
+        ``observe(timestep)``: writes a transition to the replay, and its end to the moments; ``timestep``
+        [N, obs_dim + 3], the rows of a TimestepBuffer, is what the environments returned for ``last.actions``;
         ``act()``: actions [N, action_dim] sampled from the policy;
         ``explore()``: random actions instead.
     """
 
     def observe(timestep: torch.Tensor) -> None:
         last.complete(replay, timestep)
-        if args.obs_normalization:
-            normalize.update(last.obs.double())
+        obs_moments.update(last.obs.double())
 
     @torch.no_grad()
     def act() -> torch.Tensor:
-        actions, _ = actor.get_action(normalize(last.obs), torch.randn_like(last.actions))
+        actions, _ = actor.get_action(obs_moments(last.obs), torch.randn_like(last.actions))
         last.actions.copy_(actions)
         return actions
 
@@ -393,15 +368,13 @@ def make_acting(actor: Actor, normalize: nn.Module, replay: Replay, last: LastSt
 def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
     """The deterministic policy of a saved model: observations [N, obs_dim] -> actions [N, action_dim]."""
     space, obs_dim = envs.single_action_space, envs.single_observation_space.shape[0]
-    hidden_dim = len(model["actor"]["fc1.bias"])
-    actor = Actor(obs_dim, space.low, space.high, hidden_dim, "norm1.weight" in model["actor"], 0.0)
+    actor, obs_moments = Actor(obs_dim, space.low, space.high), RunningMoments((obs_dim,))
     actor.load_state_dict(model["actor"])
-    normalize = RunningMoments((obs_dim,)) if model["obs_moments"] else nn.Identity()
-    normalize.load_state_dict(model["obs_moments"])
+    obs_moments.load_state_dict(model["obs_moments"])
 
     @torch.no_grad()
     def policy(obs: np.ndarray) -> np.ndarray:
-        mean, _ = actor(normalize(torch.as_tensor(obs, dtype=torch.float32)))
+        mean, _ = actor(obs_moments(torch.as_tensor(obs, dtype=torch.float32)))
         return (torch.tanh(mean) * actor.action_scale + actor.action_bias).numpy()
 
     return policy
@@ -464,21 +437,20 @@ def main(args: Args) -> None:
     obs_dim, action_dim = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
 
     seed_everything(args.seed)
-    low, high = envs.single_action_space.low, envs.single_action_space.high
-    actor = Actor(obs_dim, low, high, args.actor_hidden_dim, args.layer_norm, args.log_std_max).to(device)
+    actor = Actor(obs_dim, envs.single_action_space.low, envs.single_action_space.high).to(device)
     critics = Critics(obs_dim, action_dim, args).to(device)
     critics_target = deepcopy(critics)
     log_alpha = torch.tensor([args.alpha], device=device).log().requires_grad_()
     actor_optimizer = Adam(actor.parameters(), lr=args.policy_lr)
     q_optimizer = Adam(critics.parameters(), lr=args.q_lr)
-    a_optimizer = Adam([log_alpha], lr=args.alpha_lr)
-    normalize = (RunningMoments((obs_dim,)) if args.obs_normalization else nn.Identity()).to(device)
+    a_optimizer = Adam([log_alpha], lr=args.q_lr)
+    obs_moments = RunningMoments((obs_dim,)).to(device)
     replay = Replay(args.buffer_size, obs_dim, action_dim, device)
     update, losses = make_update(
-        actor, critics, critics_target, log_alpha, actor_optimizer, q_optimizer, a_optimizer, normalize, replay, args
+        actor, critics, critics_target, log_alpha, actor_optimizer, q_optimizer, a_optimizer, obs_moments, replay, args
     )
     last = LastStep.allocate(args.num_envs, obs_dim, action_dim, device)
-    observe, act, explore = make_acting(actor, normalize, replay, last, args)
+    observe, act, explore = make_acting(actor, obs_moments, replay, last)
     advance = make_executables(observe, update, act, args, device)
     episodes = EpisodeStatistics(args.num_envs)
     state = OffPolicyState(
@@ -493,13 +465,13 @@ def main(args: Args) -> None:
         q_optimizer=q_optimizer,
         a_optimizer=a_optimizer,
         log_alpha=log_alpha,
-        obs_moments=normalize,
+        obs_moments=obs_moments,
         **losses._asdict(),
         next_actions=last.actions,
     )
 
     with Run(args, __file__, device, total_steps=args.total_timesteps // args.num_envs * args.num_envs) as run:
-        run.model = lambda: {"actor": actor.state_dict(), "obs_moments": normalize.state_dict()}
+        run.model = lambda: {"actor": actor.state_dict(), "obs_moments": obs_moments.state_dict()}
         schedule = state.resume(run)
 
         timestep_buffer = TimestepBuffer(args.num_envs, obs_dim, device)

@@ -21,7 +21,7 @@ from leanrl.tools.common import run_tool
 SOURCE = Path(__file__).parents[1] / "leanrl"
 # They learn from rollouts.
 ON_POLICY_REFERENCES = ["ppo_continuous_action", "ppo_atari_envpool", "pqn", "pqn_atari_envpool"]
-OFF_POLICY_REFERENCES = ["sac_continuous_action", "td3_continuous_action", "dqn"]
+OFF_POLICY_REFERENCES = ["sac_continuous_action", "td3_continuous_action", "fast_sac", "dqn"]
 REFERENCES = ON_POLICY_REFERENCES + OFF_POLICY_REFERENCES
 ON_POLICY = [name for r in ON_POLICY_REFERENCES for name in (r, f"{r}_torchcompile")]
 OFF_POLICY = [name for r in OFF_POLICY_REFERENCES for name in (r, f"{r}_torchcompile")]
@@ -30,7 +30,7 @@ PPO = [name for name in ON_POLICY if name.startswith("ppo")]
 ATARI = [name for name in ON_POLICY if "atari" in name]
 DISCRETE = [name for name in SCRIPTS if name.startswith(("dqn", "pqn"))]
 FAST_SCRIPTS = [name for name in SCRIPTS if name.endswith("_torchcompile")]
-ONE_GRAPH_SCRIPTS = [name for name in FAST_SCRIPTS if name.startswith(("sac", "td3", "ppo_atari"))]
+ONE_GRAPH_SCRIPTS = [name for name in FAST_SCRIPTS if name.startswith(("sac", "td3", "fast", "ppo_atari"))]
 # What support/ does for it, it does for its fast variant too, which takes half the time.
 LONG_SCRIPTS = ["ppo_atari_envpool", "pqn_atari_envpool"]
 # One of each kind, for what all scripts leave to support/.
@@ -42,6 +42,11 @@ FINISHED = 960
 def with_long(names: list[str], long=LONG_SCRIPTS) -> list:
     """Parameters of a test: those in ``long`` only run with --all."""
     return [pytest.param(name, marks=pytest.mark.long) if name in long else name for name in names]
+
+
+def of(script: str, by_algorithm: dict):
+    """What is kept for the algorithm that the script's name begins with."""
+    return next(value for algorithm, value in by_algorithm.items() if script.startswith(algorithm))
 
 
 def tiny_env(script: str) -> str:

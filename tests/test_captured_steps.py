@@ -7,6 +7,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from scripts import of
 from test_off_policy_equality import LOW, OBS_DIM, PARTS
 from test_on_policy_equality import NUM_ACTIONS, make_side, mode_args, modules_of
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -52,7 +53,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def off_policy(name: str) -> tuple:
     """The fast variant, its replay and last step, its networks and optimisers by name, and its update."""
     script = importlib.import_module(f"leanrl.{name}_torchcompile")
-    parts = PARTS[name[:3]](script, Adam, script.Args(), META)
+    parts = of(name, PARTS)(script, Adam, script.Args(), META)
     width = 1 if name == "dqn" else len(LOW)
     replay, last = Replay(100, OBS_DIM, width, META), LastStep.allocate(NUM_ENVS, OBS_DIM, width, META)
     update, _ = script.make_update(**parts, replay=replay, args=script.Args())
@@ -71,6 +72,13 @@ def sac():
     observe, act, _ = script.make_acting(parts["actor"], replay, last)
     timestep = torch.zeros(NUM_ENVS, OBS_DIM + 3, device=META)
     return [lambda: observe(timestep), lambda: update(False, True), lambda: update(True, True), act]
+
+
+def fast_sac():
+    script, replay, last, parts, update = off_policy("fast_sac")
+    observe, act, _ = script.make_acting(parts["actor"], parts["obs_moments"], replay, last)
+    timestep = torch.zeros(NUM_ENVS, OBS_DIM + 3, device=META)
+    return [lambda: observe(timestep), lambda: update(False), lambda: update(True), act]
 
 
 def dqn():
@@ -151,7 +159,7 @@ DISTRIBUTED = [cleanba_ppo, continuous_cleanba_ppo, cleanba_impala]
 
 
 @pytest.mark.parametrize(
-    "make", [td3, sac, dqn, pqn, ppo, ppo_atari, pqn_atari, *DISTRIBUTED], ids=lambda make: make.__name__
+    "make", [td3, sac, fast_sac, dqn, pqn, ppo, ppo_atari, pqn_atari, *DISTRIBUTED], ids=lambda make: make.__name__
 )
 def test_nothing_leaves_the_device(make, monkeypatch):
     as_on_a_gpu(monkeypatch)

@@ -25,6 +25,7 @@ from scripts import (
     ONE_GRAPH_SCRIPTS,
     SCRIPTS,
     files_in,
+    of,
     run,
     run_tiny,
     start_process,
@@ -137,6 +138,14 @@ BAD_FLAGS_OF = {
     ],
     "pqn": [*EPSILON_GREEDY, *[["--q-lambda", value] for value in ("2.0", "-1.0", "nan")]],
     "sac": [*CONTINUOUS, *RATES, ["--target-network-frequency", "0"], ["--alpha", "-1.0"]],
+    "fast_sac": [
+        *CONTINUOUS,
+        *RATES,
+        ["--alpha", "0.0"],
+        ["--target-entropy-ratio", "-1.0"],
+        ["--num-atoms", "1"],
+        ["--v-max", "-100.0"],  # not above --v-min
+    ],
     "td3": [
         *CONTINUOUS,
         *[[flag, "-1.0"] for flag in ("--policy-noise", "--noise-clip", "--exploration-noise")],
@@ -147,7 +156,7 @@ BAD_FLAGS_OF = {
 
 
 def bad_flags(script):
-    flags = [*BAD_FLAGS, *(BAD_FLAGS_OF_ALL if script in KINDS else []), *BAD_FLAGS_OF[script[:3]]]
+    flags = [*BAD_FLAGS, *(BAD_FLAGS_OF_ALL if script in KINDS else []), *of(script, BAD_FLAGS_OF)]
     flags += BAD_FLAGS_ON_POLICY if script in ON_POLICY else BAD_FLAGS_OFF_POLICY
     flags += BAD_FLAGS_ATARI if script in ATARI else []
     return flags + (BAD_FLAGS_GROUPS if script == "ppo_atari_envpool_torchcompile" else [])

@@ -15,6 +15,7 @@ ATARI |= {"clip_coef": 0.1, "ent_coef": 0.01, "total_timesteps": 10_000_000}
 OFF_POLICY = {"gamma": 0.99, "tau": 0.005, "batch_size": 256, "buffer_size": 1_000_000, "policy_frequency": 2}
 OFF_POLICY |= {"num_envs": 1, "updates_per_step": 1.0, "total_timesteps": 1_000_000}
 SAC = {"learning_starts": 5_000, "policy_lr": 3e-4, "q_lr": 1e-3, "target_network_frequency": 1, "autotune": True}
+FAST_SAC = {"num_envs": 16, "updates_per_step": 0.25, "policy_lr": 1e-3, "q_lr": 1e-3, "tau": 0.01, "num_atoms": 51}
 TD3 = {"learning_starts": 25_000, "learning_rate": 3e-4, "policy_noise": 0.2, "noise_clip": 0.5}
 DQN = {"learning_rate": 2.5e-4, "buffer_size": 10_000, "gamma": 0.99, "tau": 1.0, "target_network_frequency": 500}
 DQN |= {"batch_size": 128, "start_e": 1.0, "end_e": 0.05, "exploration_fraction": 0.5, "learning_starts": 10_000}
@@ -28,6 +29,7 @@ EXPECTED = {
     "ppo_continuous_action": PPO,
     "ppo_atari_envpool": ATARI,
     "sac_continuous_action": OFF_POLICY | SAC | {"alpha": 0.2},
+    "fast_sac": OFF_POLICY | FAST_SAC | {"alpha": 0.05, "target_entropy_ratio": 1.0, "clipped_double_q": False},
     "td3_continuous_action": OFF_POLICY | TD3 | {"exploration_noise": 0.1},
     "dqn": DQN | {"updates_per_step": 0.1, "total_timesteps": 500_000},
     "pqn": PQN,

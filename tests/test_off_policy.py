@@ -131,7 +131,7 @@ def test_updates_per_step_of_one_environment(script, tmp_path, num_envs, updates
         assert adam_steps(state["optimizer"]) == expected
     else:
         assert adam_steps(state["q_optimizer"]) == expected
-        # SAC's actor is trained twice every second time, TD3's once.
+        # SAC's actor is trained twice every second time, the others' once.
         assert adam_steps(state["actor_optimizer"]) == expected // 2 * (2 if script.startswith("sac") else 1)
 
 
@@ -190,7 +190,7 @@ def test_log_points_before_the_first_update(script, tmp_path):
 
 
 def test_a_fixed_alpha_is_logged_before_the_actor_trains(tmp_path):
-    for script in ("sac_continuous_action", "sac_continuous_action_torchcompile"):
+    for script in (name for name in OFF_POLICY if "sac" in name):
         flags = ["--no-autotune", "--alpha=0.3", "--total-timesteps=60", "--log-every=1"]
         run_dir = run_tiny(script, tmp_path, *flags, name=script)
         assert read_metrics(run_dir)[-1]["losses/alpha"] == pytest.approx(0.3)

@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from scripts import of
 from torch.utils._pytree import tree_leaves
 
 from leanrl.support.executables import WARMUP_CALLS, make_executable, untouched
+from leanrl.support.normalization import RunningMoments
 from leanrl.support.replay import Replay
 
 CPU = torch.device("cpu")
@@ -57,7 +59,7 @@ def learner(script: str, mode: str, device: torch.device, **changes) -> SimpleNa
     module = importlib.import_module(f"leanrl.{script}")
     args, adam = module.Args(**changes), getattr(module, "Adam", torch.optim.Adam)
     torch.manual_seed(1)
-    parts = PARTS[script[:3]](module, adam, args, device)
+    parts = of(script, PARTS)(module, adam, args, device)
     replay = filled_replay(device, *((1, 3) if script.startswith("dqn") else ()))
     update, losses = module.make_update(**parts, replay=replay, args=args)
     touched = [x for part in parts.values() for x in tensors(part)] + [*losses]
@@ -102,7 +104,21 @@ def dqn_parts(dqn, adam, args, device: torch.device) -> dict:
     return {"q_network": q_network, "target_network": deepcopy(q_network), "optimizer": optimizer}
 
 
-PARTS = {"dqn": dqn_parts, "sac": sac_parts, "td3": td3_parts}
+def fast_sac_parts(fast_sac, adam, args, device: torch.device) -> dict:
+    actor, critics = fast_sac.Actor(OBS_DIM, LOW, HIGH).to(device), fast_sac.Critics(OBS_DIM, len(LOW), args).to(device)
+    log_alpha = torch.tensor([args.alpha], device=device).log().requires_grad_()
+    obs_moments = RunningMoments((OBS_DIM,)).to(device)
+    obs_moments.update(2 + 3 * torch.randn(50, OBS_DIM, device=device))
+    return {
+        **{"actor": actor, "critics": critics, "critics_target": deepcopy(critics), "log_alpha": log_alpha},
+        "actor_optimizer": adam(actor.parameters(), lr=args.policy_lr, eps=EPS),
+        "q_optimizer": adam(critics.parameters(), lr=args.q_lr, eps=EPS),
+        "a_optimizer": adam([log_alpha], lr=args.q_lr, eps=EPS),
+        "obs_moments": obs_moments,
+    }
+
+
+PARTS = {"dqn": dqn_parts, "sac": sac_parts, "td3": td3_parts, "fast_sac": fast_sac_parts}
 
 
 def tensors(part) -> list[torch.Tensor]:
@@ -207,6 +223,14 @@ def test_sac_equals_the_reference(mode, changes, device):
     steps = {"actor_optimizer": actor_steps, "q_optimizer": SAC_UPDATES, "a_optimizer": 0 if fixed else actor_steps}
     turn = lambda n: (n % 2 == 0, n % frequency == 0)  # noqa: E731
     assert_equal_training("sac_continuous_action", mode, device, turn, steps, fixed, SAC_UPDATES, **changes)
+
+
+@in_either_precision
+@in_every_mode
+def test_fast_sac_equals_the_reference(mode, device, amp):
+    steps = {"actor_optimizer": SAC_UPDATES // 2, "q_optimizer": SAC_UPDATES, "a_optimizer": SAC_UPDATES}
+    turn = lambda n: (n % 2 == 0,)  # noqa: E731
+    assert_equal_training("fast_sac", mode, device, turn, steps, ("obs_moments",), SAC_UPDATES, amp=amp)
 
 
 @in_either_precision

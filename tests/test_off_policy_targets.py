@@ -1,4 +1,4 @@
-"""Targets, losses and updates of SAC, TD3 and DQN against slow transcriptions of their papers.
+"""Targets, losses and updates of SAC, FastSAC, TD3 and DQN against slow transcriptions of their papers.
 
 The fast variants have them in the same words.
 """
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import leanrl.dqn as dqn
+import leanrl.fast_sac as fast_sac
 import leanrl.pqn as pqn
 import leanrl.pqn_atari_envpool as pqn_atari
 import leanrl.sac_continuous_action as sac
@@ -213,6 +214,108 @@ def test_sac_update_is_the_papers(autotune):
         assert_same_way(ours, theirs, old, tolerance=5e-3)
     torch.testing.assert_close(log_alpha, slow[2], rtol=1e-5, atol=1e-8)
     assert torch.equal(log_alpha, start[2]) != autotune
+    assert losses.alpha.item() == pytest.approx(log_alpha.exp().item(), rel=1e-6)
+
+
+# ----------------------------------------------------------------------------------------------------------- FASTSAC
+
+
+def slow_projection(probs, returns, atoms):
+    """https://arxiv.org/abs/1707.06887, algorithm 1, and what it leaves out: a return that is one of the atoms."""
+    projected = torch.zeros_like(probs)
+    for i, j in np.ndindex(*probs.shape):
+        place = (min(max(returns[i, j], atoms[0]), atoms[-1]) - atoms[0]) / (atoms[1] - atoms[0])
+        lower, upper = math.floor(place), math.ceil(place)
+        projected[i, lower] += probs[i, j] * (upper - place if upper > lower else 1)
+        projected[i, upper] += probs[i, j] * (place - lower)
+    return projected
+
+
+def test_projection_is_the_papers():
+    """Also of returns beyond the atoms, and of those that are atoms: the first and the last among them."""
+    torch.manual_seed(0)
+    atoms = torch.linspace(-2, 3, 11, dtype=torch.float64)
+    probs = torch.randn(BATCH_SIZE, 11, dtype=torch.float64).softmax(1)
+    returns = 3 * torch.randn(BATCH_SIZE, 11, dtype=torch.float64)
+    returns[0] = atoms
+    assert (returns < atoms[0]).any() and (returns > atoms[-1]).any()
+    projected = fast_sac.project(probs, returns, atoms)
+    torch.testing.assert_close(projected, slow_projection(probs, returns, atoms))
+    torch.testing.assert_close(projected[0], probs[0])
+    torch.testing.assert_close(projected.sum(1), probs.sum(1))
+    torch.testing.assert_close((projected * atoms).sum(1), (probs * returns.clamp(-2, 3)).sum(1))
+
+
+def slow_layer_norm(x, weight, bias):
+    x = x - x.mean(1, keepdim=True)
+    return weight * x / (x.square().mean(1, keepdim=True) + 1e-5).sqrt() + bias
+
+
+def slow_logits(critics, number, obs, actions):
+    w1, b1, weight1, bias1, w2, b2, weight2, bias2, w3, b3 = qf_parameters(critics, number)
+    x = torch.relu(slow_layer_norm(torch.cat([obs, actions], 1) @ w1 + b1, weight1, bias1))
+    return torch.relu(slow_layer_norm(x @ w2 + b2, weight2, bias2)) @ w3 + b3
+
+
+def slow_fast_sac(actor, critics, log_alpha, normalize, batches, args):
+    """https://arxiv.org/abs/2512.01996, with one target for both critics."""
+    critics_target = deepcopy(critics)
+    atoms = torch.linspace(-100, 1_000, 51, dtype=torch.float64)
+    optimizers = [adam(actor, args.policy_lr), adam(critics, args.q_lr)]
+    a_optimizer = torch.optim.Adam([log_alpha], lr=args.q_lr)
+    value = lambda number, obs, actions: slow_logits(critics, number, obs, actions).softmax(1) @ atoms  # noqa: E731
+    for n, (obs, next_obs, actions, rewards, terminations) in enumerate(batches, start=1):
+        obs, next_obs = normalize(obs), normalize(next_obs)
+        noise = torch.randn(1 if n % 2 else 2, *actions.shape, dtype=actions.dtype)
+        with torch.no_grad():
+            next_actions, log_pi = density(*actor(next_obs), noise[0])
+            first, second = (slow_logits(critics_target, i, next_obs, next_actions).softmax(1) for i in (0, 1))
+            if args.clipped_double_q:
+                lower = torch.where((first @ atoms < second @ atoms)[:, None], first, second)
+            y = atoms - log_alpha.exp() * log_pi[:, None]
+            y = rewards[:, None] + torch.where(terminations > 0, 0.0, 0.99)[:, None] * y
+            target = slow_projection(lower if args.clipped_double_q else (first + second) / 2, y, atoms)
+        step(optimizers[1], sum(F.cross_entropy(slow_logits(critics, i, obs, actions), target) for i in (0, 1)))
+        if args.autotune:
+            step(a_optimizer, -(log_alpha.exp() * (log_pi - 2.0)).mean())  # two dimensions of actions
+        if n % 2 == 0:
+            pi, log_pi = density(*actor(obs), noise[1])
+            values = torch.stack([value(i, obs, pi) for i in (0, 1)])
+            believed = values.amin(0) if args.clipped_double_q else values.mean(0)
+            step(optimizers[0], (log_alpha.exp().detach() * log_pi - believed).mean())
+        move(critics_target, critics, 0.01)
+    return critics_target
+
+
+@pytest.mark.parametrize("changes", [{}, {"autotune": False, "clipped_double_q": True}], ids=["defaults", "changed"])
+def test_fast_sac_update_is_the_papers(changes):
+    args = fast_sac.Args(batch_size=BATCH_SIZE, **changes)
+    torch.manual_seed(0)
+    actor, critics = fast_sac.Actor(OBS_DIM, LOW, HIGH).double(), fast_sac.Critics(OBS_DIM, 2, args).double()
+    for p in (*actor.parameters(), *critics.parameters()):  # norms' weights are 1 at first, and all returns alike
+        p.data += 0.05 * torch.randn_like(p)
+    log_alpha = torch.tensor([args.alpha], dtype=torch.float64).log().requires_grad_()
+    normalize = lambda x: (x - 0.3) / 1.7  # noqa: E731
+    start = deepcopy((actor, critics, log_alpha))
+    slow = deepcopy(start)
+    batches = [random_batch(seed) for seed in range(NUM_UPDATES)]
+    torch.manual_seed(1)
+    slow_target = slow_fast_sac(*slow, normalize, batches, args)
+    critics_target = deepcopy(critics)
+    optimizers = adam(actor, args.policy_lr), adam(critics, args.q_lr), torch.optim.Adam([log_alpha], lr=args.q_lr)
+    parts = actor, critics, critics_target, log_alpha, *optimizers, normalize, replay_of(batches), args
+    update, losses = fast_sac.make_update(*parts)
+    torch.manual_seed(1)
+    for n in range(1, NUM_UPDATES + 1):
+        update(with_actor=n % 2 == 0)
+    # The script adds 1e-6 to the derivative of the squashing.
+    for ours, theirs, old in (
+        *((actor, slow[0], start[0]), (critics, slow[1], start[1])),
+        (critics_target, slow_target, start[1]),
+    ):
+        assert_same_way(ours, theirs, old, tolerance=5e-3)
+    torch.testing.assert_close(log_alpha, slow[2], rtol=1e-5, atol=1e-8)
+    assert torch.equal(log_alpha, start[2]) != args.autotune
     assert losses.alpha.item() == pytest.approx(log_alpha.exp().item(), rel=1e-6)
 
 

@@ -12,7 +12,7 @@ from leanrl.support import executables, onegraph
 from leanrl.support.executables import CUDAGRAPH_WARMUP, make_executable
 from leanrl.support.onegraph import OneGraph
 
-SCRIPTS = ["sac_continuous_action", "td3_continuous_action"]
+SCRIPTS = ["sac_continuous_action", "td3_continuous_action", "fast_sac"]
 
 
 # ----------------------------------------------------------------------------------------------------------- ON A CPU

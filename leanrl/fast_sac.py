@@ -1,0 +1,441 @@
+"""FastSAC, SAC for many environments with distributional critics: the readable eager reference.
+
+Paper: https://arxiv.org/abs/2512.01996, "Learning Sim-to-Real Humanoid Locomotion in 15 Minutes". Structure and names
+are those of sac_continuous_action.py. What FastSAC adds:
+- critics that predict the distribution of the return (C51, https://arxiv.org/abs/1707.06887), and the mean of the two
+  where SAC takes the lower one;
+- layer norm in all networks, and observations normalised by running moments;
+- a low entropy coefficient at first, which every update of the critics trains.
+Here the two critics share one target, as SAC's do, where the paper's code gives each its own; networks have two hidden
+layers and relu, and Adam is the usual one without weight decay. The defaults suit a CPU.
+The same program made fast is fast_sac_torchcompile.py.
+
+    python leanrl/fast_sac.py --env-id HalfCheetah-v5
+    python leanrl/fast_sac.py --env-id Hopper-v5 --seed 2 --save-model --capture-video
+"""
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributions.normal import Normal
+
+from leanrl.support.checkpoints import resumed_step
+from leanrl.support.cli import RunArgs, run_script
+from leanrl.support.devices import available_cores, resolve_device, set_cpu_numerics
+from leanrl.support.envs import make_envs, require_continuous_actions, start_envs
+from leanrl.support.episodes import EpisodeStatistics
+from leanrl.support.errors import bad, require_at_least, require_positive
+from leanrl.support.evaluation import require_video
+from leanrl.support.layers import Float32LayerNorm, Float32Linear, Float32TwinLayerNorm, Float32TwinLinear, TwinLinear
+from leanrl.support.normalization import RunningMoments
+from leanrl.support.off_policy import OffPolicyState, named_losses, require_off_policy
+from leanrl.support.replay import Batch, Replay
+from leanrl.support.run import Run, seed_everything
+
+
+@dataclass
+class Args(RunArgs):
+    env_id: str = "HalfCheetah-v5"
+    """Gymnasium environment with continuous actions; Dict observations are flattened in the order of their keys"""
+    total_timesteps: int = 1_000_000
+    """environment steps of the whole run, rounded down to whole steps of all environments"""
+    seed: int = 1
+    """seed of the environments, the networks, the sampling and the noise"""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N"""
+    amp: Literal["none", "bf16"] = "none"
+    """bf16 runs the networks of the update under autocast"""
+    num_threads: int | None = None
+    """CPU threads of PyTorch; by default all cores"""
+    log_every: int = 1_000
+    """environment steps between log points"""
+    checkpoint_replay: bool = True
+    """write the replay into checkpoints; without it a resumed run fills a new one before it trains on"""
+
+    policy_lr: float = 1e-3
+    """learning rate of the actor's Adam"""
+    q_lr: float = 1e-3
+    """learning rate of the critics' Adam, and of the entropy coefficient's"""
+    num_envs: int = 16
+    """environments stepped together"""
+    buffer_size: int = 1_000_000
+    """transitions that the replay keeps"""
+    gamma: float = 0.99
+    """discount"""
+    tau: float = 0.01
+    """Polyak averaging of the target networks: the weight of the trained ones in an update"""
+    batch_size: int = 256
+    """transitions of an update"""
+    learning_starts: int = 5_000
+    """environment steps with random actions before the first update"""
+    updates_per_step: float = 0.25
+    """updates of the critics per environment step, N for N environments that step together; resets count as steps"""
+    policy_frequency: int = 2
+    """updates of the critics for each update of the actor"""
+    num_atoms: int = 51
+    """returns that the critics tell apart, evenly spaced from --v-min to --v-max"""
+    v_min: float = -100.0
+    """lowest return that the critics can predict"""
+    v_max: float = 1_000.0
+    """highest return that the critics can predict"""
+    clipped_double_q: bool = False
+    """believe the lower one of the two critics; by default the mean of both"""
+    autotune: bool = True
+    """learn the entropy coefficient, so that the policy's entropy is about that of --target-entropy-ratio"""
+    alpha: float = 0.05
+    """the entropy coefficient, with --autotune at the start"""
+    target_entropy_ratio: float = 1.0
+    """the entropy that --autotune aims at is minus this times the number of action dimensions"""
+
+
+def validate(args: Args) -> None:
+    """Raises UsageError on the first argument that cannot work."""
+    require_off_policy(args)
+    require_at_least(args, 1, "policy_frequency")
+    require_at_least(args, 2, "num_atoms")
+    require_at_least(args, 0, "target_entropy_ratio")
+    require_positive(args, "policy_lr", "q_lr", "alpha")
+    if args.v_max <= args.v_min:
+        raise bad("v_max", args.v_max, f"is not above --v-min {args.v_min}")
+
+
+# ---------------------------------------------------------------------------------------------------------- NETWORKS
+
+
+class Critics(nn.Module):
+    """Two distributional Q-networks, side by side: how likely they hold each of ``atoms`` [num_atoms], the returns."""
+
+    def __init__(self, obs_dim: int, action_dim: int, args: Args) -> None:
+        super().__init__()
+        self.fc1 = Float32TwinLinear(obs_dim + action_dim, 256)
+        self.norm1 = Float32TwinLayerNorm(256)
+        self.fc2 = TwinLinear(256, 128)
+        self.norm2 = Float32TwinLayerNorm(128)
+        self.fc3 = Float32TwinLinear(128, args.num_atoms)
+        self.register_buffer("atoms", torch.linspace(args.v_min, args.v_max, args.num_atoms))
+        # Returns near 0 at first: bootstrapping forgets slowly what it begins with.
+        nn.init.zeros_(self.fc3.weight)
+        with torch.no_grad():
+            self.fc3.bias.copy_(-self.atoms.abs() / (self.atoms[1] - self.atoms[0]))
+
+    def forward(self, obs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+        """[B, obs_dim], [B, action_dim] -> logits [2, B, num_atoms]"""
+        x = torch.cat([obs, actions], 1).expand(2, -1, -1)
+        x = F.relu(self.norm1(self.fc1(x)))
+        x = F.relu(self.norm2(self.fc2(x)))
+        return self.fc3(x)
+
+    def values(self, logits: torch.Tensor) -> torch.Tensor:
+        """The expected returns: [2, B, num_atoms] -> [2, B]"""
+        return (logits.softmax(-1) * self.atoms).sum(-1)
+
+
+LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
+
+
+class Actor(nn.Module):
+    """The policy: a normal distribution squashed by tanh into the bounds ``low`` and ``high`` [action_dim]."""
+
+    def __init__(self, obs_dim: int, low: np.ndarray, high: np.ndarray) -> None:
+        super().__init__()
+        self.fc1 = Float32Linear(obs_dim, 256)
+        self.norm1 = Float32LayerNorm(256)
+        self.fc2 = nn.Linear(256, 128)
+        self.norm2 = Float32LayerNorm(128)
+        self.fc_heads = Float32Linear(128, 2 * len(low))
+        self.register_buffer("low", torch.as_tensor(low, dtype=torch.float32))
+        self.register_buffer("high", torch.as_tensor(high, dtype=torch.float32))
+        self.register_buffer("action_scale", (self.high - self.low) / 2)
+        self.register_buffer("action_bias", (self.high + self.low) / 2)
+
+    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[B, obs_dim] -> mean and log standard deviation before the squashing, [B, action_dim] each"""
+        x = F.relu(self.norm1(self.fc1(obs)))
+        x = F.relu(self.norm2(self.fc2(x)))
+        mean, log_std = self.fc_heads(x).chunk(2, 1)
+        log_std = torch.tanh(log_std)
+        # From https://github.com/denisyarats/pytorch_sac; a clamp would have no gradient beyond its ends.
+        return mean, LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (log_std + 1)
+
+    def get_action(self, obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Samples: [B, obs_dim], standard normal [B, action_dim] -> action [B, action_dim], its log-probability [B]"""
+        mean, log_std = self(obs)
+        std = log_std.exp()
+        x_t = mean + std * noise  # the reparameterisation trick
+        y_t = torch.tanh(x_t)
+        log_prob = Normal(mean, std, validate_args=False).log_prob(x_t)
+        # The density of the squashed action: https://arxiv.org/abs/1812.05905, equation 26.
+        log_prob = log_prob - torch.log(self.action_scale * (1 - y_t**2) + 1e-6)
+        return y_t * self.action_scale + self.action_bias, log_prob.sum(1)
+
+
+# ------------------------------------------------------------------------------------------------ TARGETS AND LOSSES
+
+
+def project(probs: torch.Tensor, returns: torch.Tensor, atoms: torch.Tensor) -> torch.Tensor:
+    """The categorical projection of C51 (https://arxiv.org/abs/1707.06887): a return counts for its two neighbours.
+
+    Args:
+        probs: of the returns, [B, num_atoms].
+        returns: [B, num_atoms]; those beyond the ends of ``atoms`` count as the ends.
+        atoms: evenly spaced, [num_atoms].
+
+    Returns:
+        The probabilities of ``atoms``, [B, num_atoms].
+    """
+    places = ((returns - atoms[0]) / (atoms[1] - atoms[0])).clamp(0, len(atoms) - 1)
+    lower = places.long().clamp(max=len(atoms) - 2)
+    share = places - lower  # of the upper neighbour
+    projected = torch.zeros_like(probs).scatter_add(1, lower, probs * (1 - share))
+    return projected.scatter_add(1, lower + 1, probs * share)
+
+
+def target_distribution(
+    critics_target: Critics,
+    next_actions: torch.Tensor,
+    next_log_pi: torch.Tensor,
+    alpha: torch.Tensor,
+    batch: Batch,
+    args: Args,
+) -> torch.Tensor:
+    """The critics' target: the distribution of the soft value, by the mean of two critics.
+
+    Args:
+        next_actions, next_log_pi: the policy's for ``batch.next_obs``, [B, action_dim] and [B].
+        alpha: entropy coefficient, [1].
+
+    Returns:
+        The probabilities of the critics' atoms, [B, num_atoms].
+    """
+    logits, atoms = critics_target(batch.next_obs, next_actions), critics_target.atoms
+    probs = logits.softmax(-1)
+    if args.clipped_double_q:
+        values = critics_target.values(logits)
+        probs = torch.where((values[0] < values[1]).unsqueeze(1), probs[0], probs[1])
+    else:
+        probs = probs.mean(0)
+    discounts = args.gamma * (1.0 - batch.terminations)
+    returns = (batch.rewards - discounts * alpha * next_log_pi).unsqueeze(1) + discounts.unsqueeze(1) * atoms
+    return project(probs, returns, atoms)
+
+
+def critic_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of each critic: [2, B, num_atoms], [B, num_atoms] -> [2]"""
+    return -(target * logits.log_softmax(-1)).sum(-1).mean(1)
+
+
+def actor_loss(
+    actor: Actor, critics: Critics, alpha: torch.Tensor, obs: torch.Tensor, noise: torch.Tensor, args: Args
+) -> torch.Tensor:
+    """SAC's loss with the mean of both critics, averaged over ``obs`` [B, obs_dim]."""
+    actions, log_pi = actor.get_action(obs, noise)
+    values = critics.values(critics(obs, actions))
+    return (alpha * log_pi - (values.amin(0) if args.clipped_double_q else values.mean(0))).mean()
+
+
+def alpha_loss(log_alpha: torch.Tensor, log_pi: torch.Tensor, target_entropy: float) -> torch.Tensor:
+    """SAC's loss of the entropy coefficient, for log-probabilities [B] of the policy's own actions."""
+    return (-log_alpha.exp() * (log_pi + target_entropy)).mean()
+
+
+class Losses(NamedTuple):
+    """What an update logs: it writes these tensors."""
+
+    qf_values: torch.Tensor  # [2], one number for each critic
+    qf_loss: torch.Tensor  # [2]
+    actor_loss: torch.Tensor  # [1]
+    alpha: torch.Tensor  # [1]
+    alpha_loss: torch.Tensor  # [1]
+
+
+# ------------------------------------------------------------------------------------------------------------ UPDATE
+
+
+def make_update(
+    actor: Actor,
+    critics: Critics,
+    critics_target: Critics,
+    log_alpha: torch.Tensor,
+    actor_optimizer: torch.optim.Adam,
+    q_optimizer: torch.optim.Adam,
+    a_optimizer: torch.optim.Adam,
+    obs_moments: RunningMoments,
+    replay: Replay,
+    args: Args,
+) -> tuple[Callable, Losses]:
+    """The function that trains on one batch, and the losses that it writes.
+
+    ``update(with_actor)``: the flag says whether this update trains the actor too, besides the critics and the entropy
+    coefficient ``log_alpha.exp()``.
+    """
+    device = replay.rows.device
+    target_entropy = -args.target_entropy_ratio * len(actor.low)
+    losses = Losses(*(torch.zeros(size, device=device) for size in (2, 2, 1, 1, 1)))
+    losses.alpha.copy_(log_alpha.detach().exp())
+    params, target_params = list(critics.parameters()), list(critics_target.parameters())
+
+    def autocast():
+        return torch.autocast(device.type, torch.bfloat16, enabled=args.amp == "bf16")
+
+    def update(with_actor: bool) -> None:
+        batch = replay.sample(args.batch_size)
+        batch = batch._replace(obs=obs_moments(batch.obs), next_obs=obs_moments(batch.next_obs))
+        # Drawn at once: where PyTorch before 2.13 compiles an update, it may change the order of draws within.
+        noise = batch.actions.new_empty(1 + with_actor, *batch.actions.shape).normal_()
+        with autocast():
+            with torch.no_grad():
+                next_actions, next_log_pi = actor.get_action(batch.next_obs, noise[0])
+                target = target_distribution(critics_target, next_actions, next_log_pi, log_alpha.exp(), batch, args)
+            logits = critics(batch.obs, batch.actions)
+            qf_loss = critic_loss(logits, target)
+        qf_loss.sum().backward()
+        q_optimizer.step()
+        q_optimizer.zero_grad()
+        losses.qf_values.copy_(critics.values(logits.detach()).mean(1))
+        losses.qf_loss.copy_(qf_loss.detach())
+
+        if args.autotune:
+            a_loss = alpha_loss(log_alpha, next_log_pi, target_entropy)
+            a_loss.backward()
+            a_optimizer.step()
+            a_optimizer.zero_grad()
+            losses.alpha_loss.copy_(a_loss.detach())
+            losses.alpha.copy_(log_alpha.detach().exp())
+
+        if with_actor:
+            with autocast():
+                pi_loss = actor_loss(actor, critics, log_alpha.detach().exp(), batch.obs, noise[1], args)
+            pi_loss.backward(inputs=list(actor.parameters()))
+            actor_optimizer.step()
+            actor_optimizer.zero_grad()
+            losses.actor_loss.copy_(pi_loss.detach())
+
+        with torch.no_grad():
+            torch._foreach_lerp_(target_params, params, args.tau)
+
+    return update, losses
+
+
+# ------------------------------------------------------------------------------------------------------------ ACTING
+
+
+def random_actions(actor: Actor, num_envs: int) -> torch.Tensor:
+    """Uniform within the bounds, [num_envs, action_dim]."""
+    return actor.low + (actor.high - actor.low) * torch.rand(num_envs, len(actor.low), device=actor.low.device)
+
+
+@torch.no_grad()
+def act(actor: Actor, obs_moments: RunningMoments, obs: torch.Tensor) -> torch.Tensor:
+    """Actions sampled from the policy: [N, obs_dim] -> [N, action_dim]"""
+    noise = torch.randn(len(obs), len(actor.low), device=obs.device)
+    return actor.get_action(obs_moments(obs), noise)[0]
+
+
+def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
+    """The deterministic policy of a saved model: observations [N, obs_dim] -> actions [N, action_dim]."""
+    space, obs_dim = envs.single_action_space, envs.single_observation_space.shape[0]
+    actor, obs_moments = Actor(obs_dim, space.low, space.high), RunningMoments((obs_dim,))
+    actor.load_state_dict(model["actor"])
+    obs_moments.load_state_dict(model["obs_moments"])
+
+    @torch.no_grad()
+    def policy(obs: np.ndarray) -> np.ndarray:
+        mean, _ = actor(obs_moments(torch.as_tensor(obs, dtype=torch.float32)))
+        return (torch.tanh(mean) * actor.action_scale + actor.action_bias).numpy()
+
+    return policy
+
+
+# -------------------------------------------------------------------------------------------------------------- MAIN
+
+
+def main(args: Args) -> None:
+    validate(args)
+    device = resolve_device(args)
+    set_cpu_numerics(args.num_threads or available_cores())
+    if args.capture_video:
+        require_video(args.env_id)
+    envs = make_envs(args.env_id, args.num_envs, args.seed, start=resumed_step(args.resume))
+    require_continuous_actions(envs, args.env_id)
+    obs_dim, action_dim = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
+
+    seed_everything(args.seed)
+    actor = Actor(obs_dim, envs.single_action_space.low, envs.single_action_space.high).to(device)
+    critics = Critics(obs_dim, action_dim, args).to(device)
+    critics_target = deepcopy(critics)
+    log_alpha = torch.tensor([args.alpha], device=device).log().requires_grad_()
+    actor_optimizer = torch.optim.Adam(actor.parameters(), lr=args.policy_lr)
+    q_optimizer = torch.optim.Adam(critics.parameters(), lr=args.q_lr)
+    a_optimizer = torch.optim.Adam([log_alpha], lr=args.q_lr)
+    obs_moments = RunningMoments((obs_dim,)).to(device)
+    replay = Replay(args.buffer_size, obs_dim, action_dim, device)
+    update, losses = make_update(
+        actor, critics, critics_target, log_alpha, actor_optimizer, q_optimizer, a_optimizer, obs_moments, replay, args
+    )
+    episodes = EpisodeStatistics(args.num_envs)
+    state = OffPolicyState(
+        args,
+        replay,
+        envs,
+        episodes,
+        actor=actor,
+        critics=critics,
+        critics_target=critics_target,
+        actor_optimizer=actor_optimizer,
+        q_optimizer=q_optimizer,
+        a_optimizer=a_optimizer,
+        log_alpha=log_alpha,
+        obs_moments=obs_moments,
+        **losses._asdict(),
+    )
+
+    with Run(args, __file__, device, total_steps=args.total_timesteps // args.num_envs * args.num_envs) as run:
+        run.model = lambda: {"actor": actor.state_dict(), "obs_moments": obs_moments.state_dict()}
+        schedule = state.resume(run)
+
+        # resets: whether an environment's next step only resets it (NEXT_STEP autoreset).
+        obs, resets = start_envs(envs, episodes, run.resumed and run.resumed["envs"])
+        obs = torch.as_tensor(obs, dtype=torch.float32, device=device)
+        run.restore_rng()
+        run.start_clock()
+        while run.global_step < run.total_steps and not run.stop_requested:
+            if run.global_step < args.learning_starts:
+                actions = random_actions(actor, args.num_envs)
+            else:
+                actions = act(actor, obs_moments, obs)
+            next_obs, rewards, terminations, truncations, _ = envs.step(actions.cpu().numpy())
+            dones = terminations | truncations
+            run.global_step += args.num_envs
+            run.record_episodes(*episodes.add_step(rewards, dones, resets))
+
+            next_obs = torch.as_tensor(next_obs, dtype=torch.float32, device=device)
+            outcome = (torch.as_tensor(x, dtype=torch.float32, device=device) for x in (rewards, terminations, resets))
+            replay.add(obs, next_obs, actions, *outcome)
+            obs_moments.update(next_obs.double())
+            obs, resets = next_obs, dones
+
+            due = schedule.due(run.global_step)
+            for _ in range(due):
+                run.optimizer_steps += 1
+                update(with_actor=run.optimizer_steps % args.policy_frequency == 0)
+            if schedule.begins(run.global_step):  # a GPU's libraries are set up with the first update
+                run.start_clock()
+
+            if run.log_due():
+                run.log(named_losses(run, losses))
+            if run.checkpoint_due():
+                run.checkpoint(state.state_dict())
+
+        run.finish(state.state_dict())
+    envs.close()
+
+
+if __name__ == "__main__":
+    run_script(main, Args, __file__)
