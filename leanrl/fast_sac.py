@@ -12,6 +12,10 @@ The same program made fast is fast_sac_torchcompile.py.
 
     python leanrl/fast_sac.py --env-id HalfCheetah-v5
     python leanrl/fast_sac.py --env-id Hopper-v5 --seed 2 --save-model --capture-video
+
+The paper's numbers, for thousands of environments and a GPU: --num-envs 4096 --updates-per-step 0.002
+--batch-size 8192 --buffer-size 4194304 --policy-frequency 4 --policy-lr 3e-4 --q-lr 3e-4 --gamma 0.97 --num-atoms 101
+--v-min -20 --v-max 20 --alpha 0.001 --target-entropy-ratio 0; its log standard deviations end at 0, not at 2.
 """
 
 from collections.abc import Callable
@@ -69,7 +73,7 @@ class Args(RunArgs):
     """transitions that the replay keeps"""
     gamma: float = 0.99
     """discount"""
-    tau: float = 0.01
+    tau: float = 0.125
     """Polyak averaging of the target networks: the weight of the trained ones in an update"""
     batch_size: int = 256
     """transitions of an update"""
@@ -343,7 +347,7 @@ def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray
     space, obs_dim = envs.single_action_space, envs.single_observation_space.shape[0]
     actor, obs_moments = Actor(obs_dim, space.low, space.high), RunningMoments((obs_dim,))
     actor.load_state_dict(model["actor"])
-    obs_moments.load_state_dict(model["obs_moments"])
+    obs_moments.load_state_dict(model["obs_rms"])
 
     @torch.no_grad()
     def policy(obs: np.ndarray) -> np.ndarray:
@@ -392,12 +396,12 @@ def main(args: Args) -> None:
         q_optimizer=q_optimizer,
         a_optimizer=a_optimizer,
         log_alpha=log_alpha,
-        obs_moments=obs_moments,
+        obs_rms=obs_moments,
         **losses._asdict(),
     )
 
     with Run(args, __file__, device, total_steps=args.total_timesteps // args.num_envs * args.num_envs) as run:
-        run.model = lambda: {"actor": actor.state_dict(), "obs_moments": obs_moments.state_dict()}
+        run.model = lambda: {"actor": actor.state_dict(), "obs_rms": obs_moments.state_dict()}
         schedule = state.resume(run)
 
         # resets: whether an environment's next step only resets it (NEXT_STEP autoreset).

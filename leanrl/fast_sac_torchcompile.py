@@ -82,7 +82,7 @@ class Args(RunArgs):
     """transitions that the replay keeps"""
     gamma: float = 0.99
     """discount"""
-    tau: float = 0.01
+    tau: float = 0.125
     """Polyak averaging of the target networks: the weight of the trained ones in an update"""
     batch_size: int = 256
     """transitions of an update"""
@@ -370,7 +370,7 @@ def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray
     space, obs_dim = envs.single_action_space, envs.single_observation_space.shape[0]
     actor, obs_moments = Actor(obs_dim, space.low, space.high), RunningMoments((obs_dim,))
     actor.load_state_dict(model["actor"])
-    obs_moments.load_state_dict(model["obs_moments"])
+    obs_moments.load_state_dict(model["obs_rms"])
 
     @torch.no_grad()
     def policy(obs: np.ndarray) -> np.ndarray:
@@ -465,13 +465,13 @@ def main(args: Args) -> None:
         q_optimizer=q_optimizer,
         a_optimizer=a_optimizer,
         log_alpha=log_alpha,
-        obs_moments=obs_moments,
+        obs_rms=obs_moments,
         **losses._asdict(),
         next_actions=last.actions,
     )
 
     with Run(args, __file__, device, total_steps=args.total_timesteps // args.num_envs * args.num_envs) as run:
-        run.model = lambda: {"actor": actor.state_dict(), "obs_moments": obs_moments.state_dict()}
+        run.model = lambda: {"actor": actor.state_dict(), "obs_rms": obs_moments.state_dict()}
         schedule = state.resume(run)
 
         timestep_buffer = TimestepBuffer(args.num_envs, obs_dim, device)

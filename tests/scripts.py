@@ -69,8 +69,9 @@ def tiny(script: str) -> list[str]:
         flags += [f"--num-envs={num_envs}", f"--num-steps={64 // num_envs}"]
         return [*flags, "--num-minibatches=4", "--update-epochs=1"]
     # A gradient step each 8 steps from step 48 on.
-    flags += ["--learning-starts=48", "--updates-per-step=0.125", "--batch-size=32", "--buffer-size=1000"]
-    return [*flags, "--log-every=64", *(["--target-network-frequency=100"] if script.startswith("dqn") else [])]
+    flags += ["--num-envs=1", "--learning-starts=48", "--updates-per-step=0.125", "--batch-size=32"]
+    flags += ["--buffer-size=1000", "--log-every=64"]
+    return [*flags, *(["--target-network-frequency=100"] if script.startswith("dqn") else [])]
 
 
 def tiny_optimizer_steps(script: str, steps: int) -> int:

@@ -283,7 +283,7 @@ def slow_fast_sac(actor, critics, log_alpha, normalize, batches, args):
             values = torch.stack([value(i, obs, pi) for i in (0, 1)])
             believed = values.amin(0) if args.clipped_double_q else values.mean(0)
             step(optimizers[0], (log_alpha.exp().detach() * log_pi - believed).mean())
-        move(critics_target, critics, 0.01)
+        move(critics_target, critics, 0.125)
     return critics_target
 
 

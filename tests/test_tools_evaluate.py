@@ -72,17 +72,23 @@ def policy_by_hand(model: dict, space: gym.Space):
     def layers(x: torch.Tensor, names: list[str], activation) -> torch.Tensor:
         for name in names:
             x = F.linear(x, weights[f"{name}.weight"], weights[f"{name}.bias"])
+            if name.startswith("fc") and (norm := name.replace("fc", "norm")) + ".weight" in weights:  # FastSAC's
+                x = F.layer_norm(x, x.shape, weights[f"{norm}.weight"], weights[f"{norm}.bias"])
             x = x if name == names[-1] else activation(x)
         return x
 
-    def ppo(obs: np.ndarray) -> np.ndarray:
+    def normalized(obs: np.ndarray) -> torch.Tensor:
         rms = model["obs_rms"]
-        x = ((torch.as_tensor(obs) - rms["mean"]) / (rms["var"] + 1e-8).sqrt()).clamp(-10, 10).float()
-        return np.clip(layers(x, [f"actor_mean.{i}" for i in (0, 2, 4)], torch.tanh).numpy(), space.low, space.high)
+        return ((torch.as_tensor(obs) - rms["mean"]) / (rms["var"] + 1e-8).sqrt()).clamp(-10, 10).float()
+
+    def ppo(obs: np.ndarray) -> np.ndarray:
+        names = [f"actor_mean.{i}" for i in (0, 2, 4)]
+        return np.clip(layers(normalized(obs), names, torch.tanh).numpy(), space.low, space.high)
 
     def actor(obs: np.ndarray) -> np.ndarray:
         head = "fc_mu" if "fc_mu.weight" in weights else "fc_heads"  # SAC's: the mean, then the standard deviation
-        x = layers(torch.as_tensor(obs).float(), ["fc1", "fc2", head], torch.relu)[: len(space.low)].tanh().numpy()
+        x = normalized(obs) if "obs_rms" in model else torch.as_tensor(obs).float()
+        x = layers(x, ["fc1", "fc2", head], torch.relu)[: len(space.low)].tanh().numpy()
         return (space.high - space.low) / 2 * x + (space.high + space.low) / 2
 
     def q_network(obs: np.ndarray) -> int:
