@@ -102,7 +102,7 @@ class Args(RunArgs):
     """believe the lower one of the two critics; by default the mean of both"""
     autotune: bool = True
     """learn the entropy coefficient, so that the policy's entropy is about that of --target-entropy-ratio"""
-    alpha: float = 0.05
+    alpha: float = 1.0
     """the entropy coefficient, with --autotune at the start"""
     target_entropy_ratio: float = 1.0
     """the entropy that --autotune aims at is minus this times the number of action dimensions"""
