@@ -124,6 +124,8 @@ BAD_FLAGS_ATARI = [["--env-id", name] for name in ("HalfCheetah-v5", "Brekout-v5
 BAD_FLAGS_GROUPS = [["--num-env-groups", value] for value in ("0", "3")]  # 3 does not divide
 RATES = [[flag, value] for flag in ("--policy-lr", "--q-lr") for value in ("0.0", "nan")]
 CONTINUOUS = [["--env-id", "CartPole-v1"], ["--policy-frequency", "0"]]
+# The last one is --v-min.
+FAST_SAC = [["--alpha", "0.0"], ["--target-entropy-ratio", "-1.0"], ["--num-atoms", "1"], ["--v-max", "-100.0"]]
 EPSILON_GREEDY = [
     ["--env-id", "HalfCheetah-v5"],
     *[[flag, value] for flag in ("--start-e", "--end-e") for value in ("1.5", "nan")],
@@ -138,14 +140,7 @@ BAD_FLAGS_OF = {
     ],
     "pqn": [*EPSILON_GREEDY, *[["--q-lambda", value] for value in ("2.0", "-1.0", "nan")]],
     "sac": [*CONTINUOUS, *RATES, ["--target-network-frequency", "0"], ["--alpha", "-1.0"]],
-    "fast_sac": [
-        *CONTINUOUS,
-        *RATES,
-        ["--alpha", "0.0"],
-        ["--target-entropy-ratio", "-1.0"],
-        ["--num-atoms", "1"],
-        ["--v-max", "-100.0"],  # not above --v-min
-    ],
+    "fast_sac": [*CONTINUOUS, *RATES, *FAST_SAC],
     "td3": [
         *CONTINUOUS,
         *[[flag, "-1.0"] for flag in ("--policy-noise", "--noise-clip", "--exploration-noise")],

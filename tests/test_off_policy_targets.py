@@ -189,6 +189,15 @@ def slow_sac(actor, critics, log_alpha, batches, args):
     return critics_target
 
 
+def assert_same_learning(ours, theirs, start, losses, autotune):
+    """Of an actor, critics, log_alpha and target critics; the script adds 1e-6 to the derivative of the squashing."""
+    for i in (0, 1, 3):
+        assert_same_way(ours[i], theirs[i], start[i], tolerance=5e-3)
+    torch.testing.assert_close(ours[2], theirs[2], rtol=1e-5, atol=1e-8)
+    assert torch.equal(ours[2], start[2]) != autotune
+    assert losses.alpha.item() == pytest.approx(ours[2].exp().item(), rel=1e-6)
+
+
 @pytest.mark.parametrize("autotune", [True, False])
 def test_sac_update_is_the_papers(autotune):
     args = sac.Args(autotune=autotune, batch_size=BATCH_SIZE)
@@ -206,15 +215,8 @@ def test_sac_update_is_the_papers(autotune):
     torch.manual_seed(1)
     for n in range(1, NUM_UPDATES + 1):
         update(with_actor=n % 2 == 0, with_targets=True)
-    # The script adds 1e-6 to the derivative of the squashing.
-    for ours, theirs, old in (
-        *((actor, slow[0], start[0]), (critics, slow[1], start[1])),
-        (critics_target, slow_target, start[1]),
-    ):
-        assert_same_way(ours, theirs, old, tolerance=5e-3)
-    torch.testing.assert_close(log_alpha, slow[2], rtol=1e-5, atol=1e-8)
-    assert torch.equal(log_alpha, start[2]) != autotune
-    assert losses.alpha.item() == pytest.approx(log_alpha.exp().item(), rel=1e-6)
+    ours = actor, critics, log_alpha, critics_target
+    assert_same_learning(ours, (*slow, slow_target), (*start, start[1]), losses, autotune)
 
 
 # ----------------------------------------------------------------------------------------------------------- FASTSAC
@@ -308,15 +310,8 @@ def test_fast_sac_update_is_the_papers(changes):
     torch.manual_seed(1)
     for n in range(1, NUM_UPDATES + 1):
         update(with_actor=n % 2 == 0)
-    # The script adds 1e-6 to the derivative of the squashing.
-    for ours, theirs, old in (
-        *((actor, slow[0], start[0]), (critics, slow[1], start[1])),
-        (critics_target, slow_target, start[1]),
-    ):
-        assert_same_way(ours, theirs, old, tolerance=5e-3)
-    torch.testing.assert_close(log_alpha, slow[2], rtol=1e-5, atol=1e-8)
-    assert torch.equal(log_alpha, start[2]) != args.autotune
-    assert losses.alpha.item() == pytest.approx(log_alpha.exp().item(), rel=1e-6)
+    ours = actor, critics, log_alpha, critics_target
+    assert_same_learning(ours, (*slow, slow_target), (*start, start[1]), losses, args.autotune)
 
 
 # --------------------------------------------------------------------------------------------------------------- TD3

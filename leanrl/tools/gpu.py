@@ -33,7 +33,7 @@ from leanrl.support.run import write_json_atomically
 from leanrl.tools import common, compare, trials
 from leanrl.tools.trials import REPOSITORY, Contender, Deadline, Trial
 
-Name = Literal["sac", "td3", "ppo", "ppo_atari", "cleanba_ppo", "cleanba_impala", "dqn", "pqn", "pqn_atari"]
+Name = Literal["sac", "td3", "fast_sac", "ppo", "ppo_atari", "cleanba_ppo", "cleanba_impala", "dqn", "pqn", "pqn_atari"]
 
 # What the checks may take of --seconds, and the cores that a file of tests gets.
 CHECK_SHARE, CORES_OF_A_CHECK = 0.6, 4
@@ -83,6 +83,7 @@ def pair(reference: str, flags: str = "", upstream_flags: str = "", *others: str
 ALGORITHMS: dict[Name, Algorithm] = {
     "sac": pair("sac_continuous_action", LEARNING, UPSTREAM_LEARNING),
     "td3": pair("td3_continuous_action", LEARNING, UPSTREAM_LEARNING),
+    "fast_sac": pair("fast_sac", LEARNING),
     "ppo": pair("ppo_continuous_action", "", "--total-timesteps=20480"),
     "ppo_atari": pair("ppo_atari_envpool", "", "--total-timesteps=40960", "compile+one-graph --amp bf16"),
     "cleanba_ppo": Algorithm(("cleanba_ppo", "cleanba_ppo:compile+cudagraphs --amp bf16")),
