@@ -14,8 +14,11 @@ WARMUP_CALLS = CUDAGRAPH_WARMUP + 2
 # Priority of a CUDA stream whose kernels run before those waiting on streams of the default priority, 0.
 URGENT = -1
 
-# Random numbers from PyTorch's own generator, so that a compiled run draws what an eager one draws.
+# Random numbers from PyTorch's own generator, so that a compiled run draws what an eager one draws; and in the same
+# order, which PyTorch before 2.13 may change where it looks for the least memory.
 SAME_SAMPLES = {"fallback_random": True}
+if torch.__version__ < (2, 13):
+    SAME_SAMPLES |= {"reorder_for_peak_memory": False, "reorder_for_locality": False}
 CPU_OPTIONS = {
     **SAME_SAMPLES,
     # A CompiledStep's inputs keep their sizes, which need no check on every call.
@@ -93,9 +96,8 @@ def compile_options(device: torch.device, cpp_wrapper: bool = True, **changes) -
         cpp_wrapper: (CPU) call the kernels from C++ instead of Python, which pays off if there are many.
         changes: (CPU) override CPU_OPTIONS.
     """
-    if device.type != "cpu":
-        return SAME_SAMPLES.copy()
-    return {"cpp_wrapper": cpp_wrapper, **CPU_OPTIONS, **changes}
+    on_cpu = {"cpp_wrapper": cpp_wrapper, **CPU_OPTIONS, **changes}
+    return on_cpu if device.type == "cpu" else SAME_SAMPLES.copy()
 
 
 def make_executable(
