@@ -426,6 +426,18 @@ def test_run_of_a_peer(monkeypatch, tmp_path, name, flags, updates, points, cloc
     assert all(len(snapshot["returns"]) == 1 and math.isfinite(*snapshot["returns"]) for snapshot in snapshots)
 
 
+def test_a_snapshot_of_rl_games_plays_as_it_does(monkeypatch, tmp_path):
+    a2c = pytest.importorskip("rl_games.algos_torch.a2c_continuous")
+    agents, start = [], a2c.A2CAgent.__init__
+    monkeypatch.setattr(a2c.A2CAgent, "__init__", lambda agent, **how: agents.append(agent) or start(agent, **how))
+    peers.main("rl_games:PPO", [*TINY, "--total-timesteps=600", "--snapshot-seconds=1e-6", f"--runs-dir={tmp_path}"])
+    *_, last = sorted(tmp_path.glob("*/snapshots/*"))  # after the last update
+    (agent,), obs = agents, torch.randn(5, 4)
+    means = agent.model.eval()({"is_train": False, "obs": obs})["mus"].detach()
+    actions = peers.load_policy(torch.load(last)["model"], None)(obs.numpy())
+    torch.testing.assert_close(torch.from_numpy(actions), torch.as_tensor(agent.preprocess_actions(means)))
+
+
 def test_environments_that_a_peer_refuses(tmp_path, monkeypatch):
     pytest.importorskip("stable_baselines3")
     monkeypatch.chdir(tmp_path)

@@ -84,6 +84,6 @@ def test_a_real_run(monkeypatch, tmp_path):
     files = sorted(tmp_path.glob("runs/cold/*/snapshots/step_*.pt"))
     assert len(files) == 8 and set(torch.load(files[-1])["model"]) == {"q_network"}
     assert (tmp_path / "speedrun.png").exists() and "pqn_torchcompile" in (tmp_path / "table.md").read_text()
-    # The same call goes on: there is nothing left to run.
-    assert run_tool_in_process(monkeypatch, speedrun, *argv) == 0
+    # The same call goes on, and there is nothing left to run; another one is refused.
+    assert [run_tool_in_process(monkeypatch, speedrun, *argv, *more) for more in ([], ["--", "--gamma=0.9"])] == [0, 2]
     assert json.loads((tmp_path / "speedrun.json").read_text())["runs"] == [run]

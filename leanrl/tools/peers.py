@@ -387,7 +387,7 @@ def learn(model, run: Run, timing: Timing) -> None:
                 run.record_episodes(returns[i][seen:], lengths[i][seen:])
                 self.episodes_seen[i] = len(returns[i])
 
-    run.model = partial(snapshot, sb3_actions, model.policy, model.get_vec_normalize_env())
+    run.model = partial(pickled, sb3_actions, model.policy, model.get_vec_normalize_env())
     model.learn(run.total_steps, callback=Recorder())
 
 
@@ -407,7 +407,7 @@ def learn_rl_games(runner, run: Run, timing: Timing) -> None:
         def snapshot(self) -> dict:
             # TorchScript's module of the moments cannot be pickled.
             model, space = self.algo.model, self.algo.env_info["action_space"]
-            return snapshot(rl_games_actions, model.a2c_network, model.running_mean_std.state_dict(), space)
+            return pickled(rl_games_actions, model.a2c_network, model.running_mean_std.state_dict(), space)
 
         def process_infos(self, infos: dict, done_indices: torch.Tensor) -> None:
             # Before it forgets the episodes that have ended.
@@ -438,7 +438,7 @@ def learn_rl_games(runner, run: Run, timing: Timing) -> None:
 # ------------------------------------------------------------------------------------------------------------- PLAYING
 
 
-def snapshot(actions: Callable, *of) -> dict:
+def pickled(actions: Callable, *of) -> dict:
     """What a peer keeps of its policy: ``actions(*of, obs)``."""
     return {"policy": cloudpickle.dumps(partial(actions, *of))}
 

@@ -101,7 +101,10 @@ def main(args: Args) -> int:
     out = common.results_folder(args, "speedrun")
     caches = ("cold", "warm") if args.cache == "both" else (args.cache,)
     device = trials.target_device(args.script_args)
-    runs = trials.earlier_record(out, "speedrun", device).get("runs", [])
+    earlier = trials.earlier_record(out, "speedrun", device)
+    if earlier and earlier["command"] != (command := common.benchmark_record("speedrun", device)["command"]):
+        raise bad("out", out, f"its speedrun.json is of another call than {command}")
+    runs = [run for run in earlier.get("runs", []) if not run["failure"]]
     # One observation at a time is no work for two threads.
     torch.set_num_threads(1)
 
