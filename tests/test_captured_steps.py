@@ -60,25 +60,25 @@ def off_policy(name: str) -> tuple:
     return script, replay, last, parts, update
 
 
+def steps_of(update, acting: tuple, *more) -> list:
+    """Observe, update, update with the actor, act; ``more`` are further arguments of an update."""
+    (observe, act, _), timestep = acting, torch.zeros(NUM_ENVS, OBS_DIM + 3, device=META)
+    return [lambda: observe(timestep), lambda: update(False, *more), lambda: update(True, *more), act]
+
+
 def td3():
     script, replay, last, parts, update = off_policy("td3_continuous_action")
-    observe, act, _ = script.make_acting(parts["actor"], replay, last, script.Args())
-    timestep = torch.zeros(NUM_ENVS, OBS_DIM + 3, device=META)
-    return [lambda: observe(timestep), lambda: update(False), lambda: update(True), act]
+    return steps_of(update, script.make_acting(parts["actor"], replay, last, script.Args()))
 
 
 def sac():
     script, replay, last, parts, update = off_policy("sac_continuous_action")
-    observe, act, _ = script.make_acting(parts["actor"], replay, last)
-    timestep = torch.zeros(NUM_ENVS, OBS_DIM + 3, device=META)
-    return [lambda: observe(timestep), lambda: update(False, True), lambda: update(True, True), act]
+    return steps_of(update, script.make_acting(parts["actor"], replay, last), True)
 
 
 def fast_sac():
     script, replay, last, parts, update = off_policy("fast_sac")
-    observe, act, _ = script.make_acting(parts["actor"], parts["obs_moments"], replay, last)
-    timestep = torch.zeros(NUM_ENVS, OBS_DIM + 3, device=META)
-    return [lambda: observe(timestep), lambda: update(False), lambda: update(True), act]
+    return steps_of(update, script.make_acting(parts["actor"], parts["obs_moments"], replay, last))
 
 
 def dqn():

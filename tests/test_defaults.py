@@ -29,7 +29,7 @@ EXPECTED = {
     "ppo_continuous_action": PPO,
     "ppo_atari_envpool": ATARI,
     "sac_continuous_action": OFF_POLICY | SAC | {"alpha": 0.2},
-    "fast_sac": OFF_POLICY | FAST_SAC | {"alpha": 1.0, "target_entropy_ratio": 1.0, "clipped_double_q": False},
+    "fast_sac": OFF_POLICY | FAST_SAC | {"alpha": 1.0, "target_entropy_ratio": 1.0},
     "td3_continuous_action": OFF_POLICY | TD3 | {"exploration_noise": 0.1},
     "dqn": DQN | {"updates_per_step": 0.1, "total_timesteps": 500_000},
     "pqn": PQN,

@@ -69,9 +69,8 @@ def test_units_for_bf16(monkeypatch, capabilities, expected):
 
 
 def test_pytorch_knows_whether_there_are_units_for_bf16():
-    assert {"x86_64": "amx_bf16", "aarch64": "bf16"}.get(
-        platform.machine(), "architecture"
-    ) in torch.cpu.get_capabilities()
+    name = {"x86_64": "amx_bf16", "aarch64": "bf16"}.get(platform.machine(), "architecture")
+    assert name in torch.cpu.get_capabilities()
 
 
 WARNING = "warning: --amp bf16: this processor has no bf16 units, float32 is faster on it\n"
