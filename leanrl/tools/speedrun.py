@@ -59,10 +59,7 @@ class Task(NamedTuple):
     """that the holder is expected to take"""
 
 
-SAC = (
-    "sac_continuous_action_torchcompile:compile --amp bf16 --env-backend envpool --num-envs 16 --updates-per-step 0.25"
-    " --policy-updates 1 --policy-lr 1e-3 --tau 0.01"
-)
+FAST_SAC = "fast_sac_torchcompile:compile --amp bf16 --env-backend envpool"
 PQN = (
     "pqn_torchcompile:eager --env-backend envpool --num-envs 32 --num-steps 64 --num-minibatches 16 --update-epochs 2"
     " --learning-rate 2e-3 --q-lambda 0.95 --end-e 0.2 --exploration-fraction 0.2 --total-timesteps 100000"
@@ -70,9 +67,9 @@ PQN = (
 PPO_ATARI = "ppo_atari_envpool_torchcompile:compile --amp bf16"
 TASKS = {
     "cartpole": Task("CartPole-v1", 475, PQN, 10),
-    "cheetah5k": Task("HalfCheetah-v5", 5_000, SAC, 100),
-    "cheetah10k": Task("HalfCheetah-v5", 10_000, SAC, 900),
-    "cheetah-run": Task("CheetahRun-v1", 700, SAC, 400),
+    "cheetah5k": Task("HalfCheetah-v5", 5_000, FAST_SAC, 50),
+    "cheetah10k": Task("HalfCheetah-v5", 10_000, FAST_SAC, 200),
+    "cheetah-run": Task("CheetahRun-v1", 700, f"{FAST_SAC} --v-min -10 --v-max 100", 240),
     "hopper": Task("Hopper-v5", 2_500, "ppo_continuous_action_torchcompile:compile", 30),
     "pong": Task("Pong-v5", 18, PPO_ATARI, 1_500),
     "breakout": Task("Breakout-v5", 100, PPO_ATARI, 2_700),
