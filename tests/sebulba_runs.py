@@ -14,13 +14,9 @@ from scripts import SOURCE, run
 from leanrl.sebulba.supervisor import local_store
 
 DISTRIBUTED = ["cleanba_ppo", "cleanba_impala"]
-ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
-for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-    ENV.pop(name, None)
-
-
 # What torchrun would tell the only rank of a run.
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+ENV = {name: value for name, value in os.environ.items() if name not in ALONE} | {"OMP_NUM_THREADS": "1"}
 
 
 def needs_gpus(number: int) -> list[pytest.MarkDecorator]:
@@ -92,7 +88,11 @@ def run_alone(monkeypatch, script: str, *flags, environ=ALONE) -> int:
         for name, value in environ.items():
             patch.setenv(name, value)
         patch.setattr(os, "_exit", sys.exit)
-        return run(script, *flags)
+        try:
+            return run(script, *flags)
+        finally:
+            if torch.distributed.is_initialized():  # a failed run's, which would be in the way of the next
+                torch.distributed.destroy_process_group()
 
 
 def run_both(monkeypatch, script: str, *flags, meanwhile=lambda process: None, rank: int = 0) -> int:
@@ -102,8 +102,8 @@ def run_both(monkeypatch, script: str, *flags, meanwhile=lambda process: None, r
         meanwhile: is called with the process of the other one.
     """
     store = local_store()
-    environ = {"WORLD_SIZE": "2", "MASTER_ADDR": store.host, "MASTER_PORT": str(store.port)}
-    environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # no rank holds it
+    # The last: no rank holds the store.
+    environ = {**ALONE, "WORLD_SIZE": "2", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     process = launch(script, *flags, environ={**environ, "RANK": str(1 - rank)})
     try:
         meanwhile(process)

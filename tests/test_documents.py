@@ -81,10 +81,7 @@ def check(command: str) -> None:
     elif words and words[0] not in ("test", "--help"):
         name, *flags = words
         script = name.removesuffix(".py")
-        if (SCRIPTS / f"{script}.py").exists():
-            check_script(script, flags)
-        else:
-            check_tool(name, flags)
+        (check_script if (SCRIPTS / f"{script}.py").exists() else check_tool)(script, flags)
 
 
 CASES = [(path, command) for path in DOCUMENTS for command in dict.fromkeys(commands_in(path))]
