@@ -200,6 +200,13 @@ def test_bad_environments_of_envpool(refused, script):
         refused(["--env-backend", "envpool", "--env-id", env_id], f"--env-id {env_id}: ")
 
 
+def test_envpool_is_imported_without_what_takes_most_of_the_time():
+    """JAX and, for Jumanji's pictures, matplotlib. Jumanji's environments are there when one of them is asked for."""
+    code = "import sys; from leanrl.support.envs import make_envs; make_envs('CartPole-v1', 1, 1, 'envpool').reset()"
+    code += "; assert not {'jax', 'matplotlib'} & {*sys.modules}; make_envs('Maze-v0', 1, 1, 'envpool').reset()"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=300)
+
+
 # root may write where permissions forbid it, but not below a file.
 @pytest.mark.parametrize("script", KINDS)
 def test_unwritable_runs_dir(refused, script, tmp_path):
@@ -241,9 +248,8 @@ def test_a_process_refuses_in_one_line(tmp_path):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = start_process(script, *flags, "--runs-dir", tmp_path / "runs", **pipes)
     out, err = process.communicate(timeout=300)
-    assert process.returncode == 2
-    assert out == "" and err.count("\n") == 1 and err.startswith(f"{script}.py: --gamma 1.5: "), err
-    assert not (tmp_path / "runs").exists()
+    assert (process.returncode, out, err.count("\n")) == (2, "", 1), err
+    assert err.startswith(f"{script}.py: --gamma 1.5: ") and not (tmp_path / "runs").exists()
 
 
 def test_args_json(finished_run, script):

@@ -45,8 +45,7 @@ def test_serial_envs_equal_gymnasiums(max_episode_steps):
     theirs = SyncVectorEnv([make] * 3, autoreset_mode=AutoresetMode.NEXT_STEP)
     assert ours.metadata["autoreset_mode"] == theirs.metadata["autoreset_mode"]
     assert ours.single_observation_space == theirs.single_observation_space
-    assert ours.observation_space == theirs.observation_space
-    assert ours.action_space == theirs.action_space
+    assert (ours.observation_space, ours.action_space) == (theirs.observation_space, theirs.action_space)
     actions = random_actions(ours, 300)
     obs, _ = ours.reset()
     expected_obs, _ = theirs.reset(seed=seeds)

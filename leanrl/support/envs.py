@@ -5,8 +5,10 @@ the true last one of its episode (https://farama.org/Vector-Autoreset-Mode).
 """
 
 import difflib
+import sys
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Literal
 
 import gymnasium as gym
@@ -21,6 +23,7 @@ from leanrl.support.errors import UsageError, bad, pip_command
 from leanrl.support.simulators import env_state, set_env_state
 
 EnvBackend = Literal["gymnasium", "envpool"]
+JUMANJI = "envpool.jumanji.registration"
 
 
 def env_seeds(seed: int, num_envs: int, first_index: int = 0, start: int = 0) -> list[int]:
@@ -240,10 +243,20 @@ def make_env(env_id: str, **kwargs) -> gym.Env:
     return env
 
 
-def envpool_envs() -> dict[str, str]:
-    """EnvPool's environments and the module of each, such as ``envpool.atari``; UsageError if EnvPool is missing."""
+def envpool_envs(jumanji: bool = False) -> dict[str, str]:
+    """EnvPool's environments and the module of each, such as ``envpool.atari``; UsageError if EnvPool is missing.
+
+    Two thirds of its import, a second, are JAX, for users of JAX, and matplotlib, for Jumanji's pictures. The first is
+    left out, and so is Jumanji, if nobody asks for ``jumanji``.
+    """
+    if "envpool" not in sys.modules:
+        lax = SimpleNamespace(XlaMixin=type("XlaMixin", (), {}))
+        sys.modules |= {"envpool.python.lax": lax, JUMANJI: SimpleNamespace()}
+    elif jumanji and isinstance(sys.modules[JUMANJI], SimpleNamespace):
+        del sys.modules[JUMANJI]
     try:
         import envpool
+        import envpool.jumanji.registration
     except ImportError as error:
         raise UsageError(f"EnvPool: the package is missing ({error}); {pip_command('envpool')}") from None
     return {env_id: module for env_id, (module, *_) in envpool.registration.registry.specs.items()}
@@ -252,6 +265,8 @@ def envpool_envs() -> dict[str, str]:
 def require_envpool_env(env_id: str) -> str:
     """EnvPool's module for ``env_id``; UsageError if it has no such environment."""
     known = envpool_envs()
+    if env_id not in known:
+        known = envpool_envs(jumanji=True)
     if env_id not in known:
         raise bad("env_id", env_id, f"is not an EnvPool environment{near_names(env_id, known)}")
     return known[env_id]

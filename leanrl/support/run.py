@@ -84,18 +84,10 @@ def evaluate_model(
     Args:
         run_dir, episodes, seed, video, sticky: as for ``play``.
     """
-    returns = play(run_dir, episodes, seed, video, sticky)
-    run = read_args_json(run_dir)
-    evaluation = {
-        "script": run["script"],
-        "env_id": run["args"]["env_id"],
-        "seed": seed,
-        "sticky": sticky,
-        "episodes": episodes,
-        "returns": returns,
-        "video": str(video.relative_to(run_dir)) if video else None,
-        "machine": machine_facts(torch.device("cpu")),
-    }
+    run, played = read_args_json(run_dir), play(run_dir, episodes, seed, video, sticky)
+    evaluation = {"script": run["script"], "env_id": run["args"]["env_id"], "seed": seed, "sticky": sticky}
+    evaluation |= {"episodes": episodes, "returns": played, "video": video and str(video.relative_to(run_dir))}
+    evaluation["machine"] = machine_facts(torch.device("cpu"))
     write_json_atomically(run_dir / "evaluation.json", evaluation)
     return evaluation
 
