@@ -115,8 +115,8 @@ case $command in
   ;;
 test)
   install "" mujoco envpool hub dev
-  # A worker for each core; a test file stays with one, for what its tests share, in the order of tests/conftest.py.
-  exec .venv/bin/python -m pytest --numprocesses=logical --dist=loadfile --no-loadscope-reorder "$@"
+  # A worker more than cores, since many tests wait; a file stays with one, for what its tests share (tests/conftest.py).
+  exec .venv/bin/python -m pytest --numprocesses=$(($(nproc) + 1)) --dist=loadfile --no-loadscope-reorder "$@"
   ;;
 bench)
   install "" mujoco envpool dev peers

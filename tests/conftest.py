@@ -6,10 +6,11 @@ import os
 import pytest
 
 # Workers of pytest-xdist share the cores out, each with its processes: PyTorch's threads wait by spinning, and two
-# programs with a thread on every core each are 10 to 20 times slower. Before PyTorch counts the cores.
+# programs with a thread on every core each are 10 to 20 times slower. Before PyTorch counts the cores. There may be
+# more workers than cores: many tests wait.
 if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
     cores, first = sorted(os.sched_getaffinity(0)), int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
-    os.sched_setaffinity(0, cores[first :: int(os.environ["PYTEST_XDIST_WORKER_COUNT"])] or cores)
+    os.sched_setaffinity(0, cores[first % len(cores) :: int(os.environ["PYTEST_XDIST_WORKER_COUNT"])])
 
 import torch
 from filelock import FileLock

@@ -31,8 +31,8 @@ ATARI = [name for name in ON_POLICY if "atari" in name]
 DISCRETE = [name for name in SCRIPTS if name.startswith(("dqn", "pqn"))]
 FAST_SCRIPTS = [name for name in SCRIPTS if name.endswith("_torchcompile")]
 ONE_GRAPH_SCRIPTS = [name for name in FAST_SCRIPTS if name.startswith(("sac", "td3", "fast", "ppo_atari"))]
-# What support/ does for it, it does for its fast variant too, which takes half the time.
-LONG_SCRIPTS = ["ppo_atari_envpool", "pqn_atari_envpool"]
+# What support/ does for them, it does for PPO's fast variant too, which takes half the time.
+LONG_SCRIPTS = ["ppo_atari_envpool", "pqn_atari_envpool", "pqn_atari_envpool_torchcompile"]
 # One of each kind, for what all scripts leave to support/.
 KINDS = ["ppo_continuous_action", "td3_continuous_action_torchcompile"]
 # Environment steps of ``finished_run``: 15 log points.

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from scripts import run_tool_in_process
+from scripts import run_tool_in_process, with_long
 
 from leanrl.support.errors import UsageError
 from leanrl.tools import profile
@@ -59,7 +59,7 @@ def test_a_run(in_this_process, tmp_path, monkeypatch, capsys):
     assert len(sessions) == 1 and "environments alone" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("script", ["ppo_atari_envpool_torchcompile:eager", "pqn_atari_envpool"])
+@pytest.mark.parametrize("script", with_long(["ppo_atari_envpool_torchcompile:eager", "pqn_atari_envpool"]))
 def test_a_run_on_images(script, in_this_process, tmp_path, monkeypatch):
     words = ["--", "--num-envs", "2", "--num-threads", "1", "--num-steps", "16"]
     row = row_of(monkeypatch, tmp_path, "--steps", 64, script, *words)

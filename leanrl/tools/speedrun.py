@@ -64,13 +64,17 @@ PQN = (
     "pqn_torchcompile:eager --env-backend envpool --num-envs 32 --num-steps 64 --num-minibatches 16 --update-epochs 2"
     " --learning-rate 2e-3 --q-lambda 0.95 --end-e 0.2 --exploration-fraction 0.2 --total-timesteps 100000"
 )
+PPO = (
+    "ppo_continuous_action_torchcompile:compile --env-backend envpool --num-envs 8 --num-steps 256"
+    " --learning-rate 7e-4 --update-epochs 6"
+)
 PPO_ATARI = "ppo_atari_envpool_torchcompile:compile --amp bf16"
 TASKS = {
     "cartpole": Task("CartPole-v1", 475, PQN, 10),
     "cheetah5k": Task("HalfCheetah-v5", 5_000, FAST_SAC, 50),
     "cheetah10k": Task("HalfCheetah-v5", 10_000, FAST_SAC, 120),
     "cheetah-run": Task("CheetahRun-v1", 700, f"{FAST_SAC} --v-min -10 --v-max 100", 150),
-    "hopper": Task("Hopper-v5", 2_500, "ppo_continuous_action_torchcompile:compile", 30),
+    "hopper": Task("Hopper-v5", 2_500, PPO, 20),
     "pong": Task("Pong-v5", 18, PPO_ATARI, 1_500),
     "breakout": Task("Breakout-v5", 100, PPO_ATARI, 2_700),
 }
