@@ -62,7 +62,7 @@ class Task(NamedTuple):
 FAST_SAC = "fast_sac_torchcompile:compile --amp bf16 --env-backend envpool"
 PQN = (
     "pqn_torchcompile:eager --env-backend envpool --num-envs 32 --num-steps 64 --num-minibatches 16 --update-epochs 2"
-    " --learning-rate 2e-3 --q-lambda 0.95 --end-e 0.2 --exploration-fraction 0.2 --total-timesteps 100000"
+    " --learning-rate 2e-3 --q-lambda 0.95 --end-e 0.2 --exploration-fraction 0.1 --total-timesteps 200000"
 )
 PPO = (
     "ppo_continuous_action_torchcompile:compile --env-backend envpool --num-envs 8 --num-steps 256"
