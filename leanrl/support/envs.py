@@ -246,8 +246,8 @@ def make_env(env_id: str, **kwargs) -> gym.Env:
 def envpool_envs(jumanji: bool = False) -> dict[str, str]:
     """EnvPool's environments and the module of each, such as ``envpool.atari``; UsageError if EnvPool is missing.
 
-    Two thirds of its import, a second, are JAX, for users of JAX, and matplotlib, for Jumanji's pictures. The first is
-    left out, and so is Jumanji, if nobody asks for ``jumanji``.
+    Two thirds of its import, a second, go to JAX, which only its XLA interface needs, and to Jumanji, which imports
+    matplotlib. Stand-ins keep both out; ``jumanji`` brings Jumanji's environments back.
     """
     if "envpool" not in sys.modules:
         lax = SimpleNamespace(XlaMixin=type("XlaMixin", (), {}))
