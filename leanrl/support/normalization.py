@@ -28,13 +28,8 @@ class RunningMoments(nn.Module):
         self.register_buffer("count", torch.full((1,), count, dtype=torch.float64))
 
     def update(self, batch: torch.Tensor) -> None:
-        """Merges ``batch`` [N, ...], preferably float64 (Chan et al.'s parallel variance)."""
-        mean, var, count = batch.mean(0), batch.var(0, correction=0), batch.shape[0]
-        delta, total = mean - self.mean, self.count + count
-        squares = self.var * self.count + var * count + delta**2 * self.count * count / total
-        self.mean.add_(delta * count / total)
-        self.var.copy_(squares / total)
-        self.count.copy_(total)
+        """Merges ``batch`` [N, size], preferably float64."""
+        self.add(self.sums(batch, batch.new_ones(len(batch))))
 
     def sums(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The count of ``x`` [..., size], weighted by ``weights`` [...] (0 or 1), and the sums of its deviations from
@@ -90,12 +85,11 @@ class RewardNormalizer:
         returns = linear_recurrence(inputs, decays)
         self.discounted.copy_(returns[-1])
         # Deviations from the old mean, so that nothing large cancels.
-        moments = self.moments
-        deviations = (returns - moments.mean) * weights
-        counts = moments.count + weights.sum(1).cumsum(0)
+        deviations = (returns - self.moments.mean) * weights
+        counts = self.moments.count + weights.sum(1).cumsum(0)
         shifts = deviations.sum(1).cumsum(0) / counts
-        variances = (moments.var * moments.count + (deviations**2).sum(1).cumsum(0)) / counts - shifts**2
-        moments.mean.add_(shifts[-1])
-        moments.var.copy_(variances[-1])
-        moments.count.copy_(counts[-1:])
+        variances = (self.moments.var * self.moments.count + (deviations**2).sum(1).cumsum(0)) / counts - shifts**2
+        self.moments.mean.add_(shifts[-1])
+        self.moments.var.copy_(variances[-1])
+        self.moments.count.copy_(counts[-1:])
         return (rewards / torch.sqrt(variances + 1e-8).unsqueeze(1)).float().clamp(-10, 10)
