@@ -33,7 +33,13 @@ from torch.distributions.categorical import Categorical
 from leanrl.support.atari import CLEANRL, make_atari_envs, whole_games
 from leanrl.support.checkpoints import resumed_step
 from leanrl.support.cli import RunArgs, run_script
-from leanrl.support.devices import available_cores, keep_freed_memory, resolve_device, set_cpu_numerics
+from leanrl.support.devices import (
+    available_cores,
+    keep_freed_memory,
+    resolve_device,
+    set_cpu_numerics,
+    synchronize_stream,
+)
 from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
 from leanrl.support.evaluation import require_video
@@ -41,7 +47,7 @@ from leanrl.support.executables import WARMUP_CALLS, make_executable, untouched
 from leanrl.support.layers import ChannelsLastLinear, interleaved
 from leanrl.support.onegraph import Captured, pinned_like
 from leanrl.support.optim import Adam
-from leanrl.support.run import Run, seed_everything, synchronize
+from leanrl.support.run import Run, seed_everything
 from leanrl.support.scan import linear_recurrence
 
 PROTOCOL = CLEANRL
@@ -427,7 +433,7 @@ def make_executables(policy_step: Callable, update: Callable, obs: torch.Tensor,
     def captured_act(obs: np.ndarray) -> np.ndarray:
         obs_cpu.numpy()[:] = obs
         acting()
-        synchronize(device)
+        synchronize_stream(device)
         return actions_cpu.numpy().copy()
 
     def captured_train(b_inds: torch.Tensor) -> torch.Tensor:

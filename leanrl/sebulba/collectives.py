@@ -19,8 +19,8 @@ from torch.distributed.rendezvous import rendezvous
 from leanrl.sebulba.layout import Layout, Part
 from leanrl.sebulba.records import Report
 from leanrl.sebulba.status import PeerLost
+from leanrl.support.devices import synchronize_stream
 from leanrl.support.errors import UsageError
-from leanrl.support.run import synchronize
 
 # Identifies the run among all that might meet at the same port; torchrun sets it too.
 RUN = "TORCHELASTIC_RUN_ID"
@@ -111,7 +111,7 @@ class Collectives:
             with waiting_for(f"another process, which did not get ready {self._in_time}"):
                 dist.all_reduce(message)
         # NCCL makes only the device wait.
-        synchronize(self._device)
+        synchronize_stream(self._device)
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrites ``tensors`` with those of learner 0, the lead; for the start-up."""

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from leanrl.support.checkpoints import load_last_checkpoint, open_atomically, save_atomically, save_checkpoint
 from leanrl.support.cli import read_args_json, run_directory
-from leanrl.support.devices import available_cores, cpu_name, has_bf16_units
+from leanrl.support.devices import available_cores, cpu_name, has_bf16_units, synchronize_stream
 from leanrl.support.errors import bad
 from leanrl.support.evaluation import play
 from leanrl.support.signals import StopRequest
@@ -37,12 +37,6 @@ COUNTERS += "wall_seconds", "training_seconds"
 SUMMARY_FLAGS = "env_id", "seed", "num_envs", "compile", "cudagraphs", "one_graph"
 SUMMARY_RESULTS = "global_step", "optimizer_steps", "episodes", "episodic_return", "wall_seconds", "warmup_seconds"
 VERSIONED_PACKAGES = ("torch", "tensordict", "numpy", "gymnasium", "envpool", "mujoco")
-
-
-def synchronize(device: torch.device) -> None:
-    """Waits for all work launched on ``device``."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def say(line: str) -> None:
@@ -84,10 +78,18 @@ def evaluate_model(
     Args:
         run_dir, episodes, seed, video, sticky: as for ``play``.
     """
-    run, played = read_args_json(run_dir), play(run_dir, episodes, seed, video, sticky)
-    evaluation = {"script": run["script"], "env_id": run["args"]["env_id"], "seed": seed, "sticky": sticky}
-    evaluation |= {"episodes": episodes, "returns": played, "video": video and str(video.relative_to(run_dir))}
-    evaluation["machine"] = machine_facts(torch.device("cpu"))
+    returns = play(run_dir, episodes, seed, video, sticky)
+    run = read_args_json(run_dir)
+    evaluation = {
+        "script": run["script"],
+        "env_id": run["args"]["env_id"],
+        "seed": seed,
+        "sticky": sticky,
+        "episodes": episodes,
+        "returns": returns,
+        "video": str(video.relative_to(run_dir)) if video else None,
+        "machine": machine_facts(torch.device("cpu")),
+    }
     write_json_atomically(run_dir / "evaluation.json", evaluation)
     return evaluation
 
@@ -249,7 +251,7 @@ class Run:
             # Ctrl-C reaches the C++ compiler too, whose death looks like an error here.
             if errors_end or not self._stop.requested:
                 raise
-        synchronize(self.device)
+        synchronize_stream(self.device)
         self.warmup_seconds += time.perf_counter() - start
 
     def start_clock(self) -> None:
@@ -261,18 +263,18 @@ class Run:
         # (1 % of compiled TD3's time).
         gc.collect()
         gc.freeze()
-        synchronize(self.device)
+        synchronize_stream(self.device)
         if self._clock_start is not None:
             self.sps_before = self.sps()
             self.warmup_seconds += time.perf_counter() - self._clock_start[0]
         self._clock_start = (time.perf_counter(), self.global_step)
 
     def sps(self) -> float:
-        """Environment steps per second of wall clock since ``start_clock``; synchronises the device.
+        """Environment steps per second of wall clock since ``start_clock``; synchronises the device's stream.
 
         If there has been no step since then, the speed before it.
         """
-        synchronize(self.device)
+        synchronize_stream(self.device)
         start, first_step = self._clock_start
         if self.global_step == first_step:
             return self.sps_before

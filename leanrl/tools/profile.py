@@ -40,10 +40,10 @@ from leanrl.sebulba.args import learner_threads
 from leanrl.sebulba.environments import make_pool
 from leanrl.sebulba.layout import Layout
 from leanrl.sebulba.rollout import Rollout
-from leanrl.support.devices import available_cores, resolve_device
+from leanrl.support.devices import available_cores, resolve_device, synchronize_stream
 from leanrl.support.errors import UsageError, require_at_least
 from leanrl.support.executables import CPU_OPTIONS
-from leanrl.support.run import Run, synchronize
+from leanrl.support.run import Run
 from leanrl.support.tracking import read_metrics
 from leanrl.tools import common, trials
 
@@ -289,7 +289,7 @@ def product_gflops(args, tf32: bool) -> float:
     def products() -> None:
         for _ in range(calls):
             torch.bmm(x, y)
-        synchronize(device)
+        synchronize_stream(device)
 
     seconds = min(timeit.repeat(products, repeat=20, number=1)) / calls
     matmul.fp32_precision = precision
