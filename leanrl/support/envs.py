@@ -8,6 +8,8 @@ import difflib
 import sys
 import warnings
 from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Literal
 
@@ -23,7 +25,6 @@ from leanrl.support.errors import UsageError, bad, pip_command
 from leanrl.support.simulators import env_state, set_env_state
 
 EnvBackend = Literal["gymnasium", "envpool"]
-JUMANJI = "envpool.jumanji.registration"
 
 
 def env_seeds(seed: int, num_envs: int, first_index: int = 0, start: int = 0) -> list[int]:
@@ -243,30 +244,28 @@ def make_env(env_id: str, **kwargs) -> gym.Env:
     return env
 
 
-def envpool_envs(jumanji: bool = False) -> dict[str, str]:
+@cache
+def envpool_envs() -> dict[str, str]:
     """EnvPool's environments and the module of each, such as ``envpool.atari``; UsageError if EnvPool is missing.
 
-    Two thirds of its import, a second, go to JAX, which only its XLA interface needs, and to Jumanji, which imports
-    matplotlib. Stand-ins keep both out; ``jumanji`` brings Jumanji's environments back.
+    Two thirds of its import, a second, go to JAX, which only its XLA interface needs, and to Jumanji, whose pictures
+    need matplotlib. Stand-ins keep the first out, and the second until one of its environments is made.
     """
-    if "envpool" not in sys.modules:
+    if "envpool" not in sys.modules and (spec := find_spec("envpool")):
         lax = SimpleNamespace(XlaMixin=type("XlaMixin", (), {}))
-        sys.modules |= {"envpool.python.lax": lax, JUMANJI: SimpleNamespace()}
-    elif jumanji and isinstance(sys.modules[JUMANJI], SimpleNamespace):
-        del sys.modules[JUMANJI]
+        jumanji = SimpleNamespace(__spec__=None, __path__=[f"{spec.submodule_search_locations[0]}/jumanji"])
+        sys.modules |= {"envpool.python.lax": lax, "envpool.jumanji": jumanji}
     try:
         import envpool
-        import envpool.jumanji.registration
     except ImportError as error:
         raise UsageError(f"EnvPool: the package is missing ({error}); {pip_command('envpool')}") from None
+    sys.modules.pop("envpool.jumanji")
     return {env_id: module for env_id, (module, *_) in envpool.registration.registry.specs.items()}
 
 
 def require_envpool_env(env_id: str) -> str:
     """EnvPool's module for ``env_id``; UsageError if it has no such environment."""
     known = envpool_envs()
-    if env_id not in known:
-        known = envpool_envs(jumanji=True)
     if env_id not in known:
         raise bad("env_id", env_id, f"is not an EnvPool environment{near_names(env_id, known)}")
     return known[env_id]
