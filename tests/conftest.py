@@ -31,9 +31,8 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     if not config.getoption("--all"):
         long = [item for item in items if "long" in item.keywords]
-        if long:
-            config.hook.pytest_deselected(items=long)
-            items[:] = [item for item in items if "long" not in item.keywords]
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if "long" not in item.keywords]
     items.sort(key=lambda item: item.path.name not in LONGEST)
 
 

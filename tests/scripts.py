@@ -31,7 +31,7 @@ ATARI = [name for name in ON_POLICY if "atari" in name]
 DISCRETE = [name for name in SCRIPTS if name.startswith(("dqn", "pqn"))]
 FAST_SCRIPTS = [name for name in SCRIPTS if name.endswith("_torchcompile")]
 ONE_GRAPH_SCRIPTS = [name for name in FAST_SCRIPTS if name.startswith(("sac", "td3", "fast", "ppo_atari"))]
-# What support/ does for them, it does for PPO's fast variant too, which takes half the time.
+# Atari's slow ones: PPO's fast variant, which stays, uses what they use of support/.
 LONG_SCRIPTS = ["ppo_atari_envpool", "pqn_atari_envpool", "pqn_atari_envpool_torchcompile"]
 # One of each kind, for what all scripts leave to support/.
 KINDS = ["ppo_continuous_action", "td3_continuous_action_torchcompile"]

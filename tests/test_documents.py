@@ -81,7 +81,8 @@ def check(command: str) -> None:
     elif words and words[0] not in ("test", "--help"):
         name, *flags = words
         script = name.removesuffix(".py")
-        (check_script if (SCRIPTS / f"{script}.py").exists() else check_tool)(script, flags)
+        check_one = check_script if (SCRIPTS / f"{script}.py").exists() else check_tool
+        check_one(script, flags)
 
 
 CASES = [(path, command) for path in DOCUMENTS for command in dict.fromkeys(commands_in(path))]
