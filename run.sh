@@ -86,8 +86,10 @@ bench() {
   *) die "README's table has no line $name; there are PPO, SAC, TD3, DQN and PPO-Atari" ;;
   esac
   case $name in SAC | TD3 | PPO-Atari)
-    # Without bf16 units it is slower than float32.
-    if .venv/bin/python -c 'from leanrl.support.devices import has_bf16_units; exit(not has_bf16_units())'; then
+    # On a processor without bf16 units it is slower than float32.
+    if .venv/bin/python -c 'import torch
+from leanrl.support.devices import has_bf16_units
+exit(not (torch.cuda.is_available() or has_bf16_units()))'; then
       fast=("${script}_torchcompile:compile --amp bf16")
     fi
     ;;

@@ -55,7 +55,7 @@ class Args(RunArgs):
     device: str = "auto"
     """auto, cpu, cuda or cuda:N"""
     amp: Literal["none", "bf16"] = "none"
-    """bf16 runs the networks of the update under autocast"""
+    """bf16 runs the networks of the update under autocast, their first and last layers left out"""
     num_threads: int = 1
     """CPU threads of PyTorch; the network is too small for a second one"""
     log_every: int = 1_000

@@ -17,7 +17,8 @@ from filelock import FileLock
 from scripts import FINISHED, SCRIPTS, run_tiny, run_tool_in_process, start_process, with_long
 
 # Files that take longest go first: no worker is to be left alone with one of them at the end.
-LONGEST = {"test_sebulba_failures.py", "test_sebulba_runs.py", "test_resume.py", "test_sebulba_equality.py"}
+LONGEST = {f"test_{name}.py" for name in ("off_policy_equality", "on_policy_equality", "resume")}
+LONGEST |= {f"test_sebulba_{name}.py" for name in ("runs", "failures", "equality")}
 
 
 def pytest_addoption(parser):

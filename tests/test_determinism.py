@@ -1,7 +1,7 @@
 """The same seed gives the same losses, another seed gives others."""
 
 import pytest
-from scripts import ATARI, FAST_SCRIPTS, FINISHED, ON_POLICY, PPO, run_tiny, run_until, start_process, tiny, with_long
+from scripts import ATARI, FAST_SCRIPTS, FINISHED, ON_POLICY, PPO, run_tiny, run_until, start_process, tiny
 
 from leanrl.support.tracking import read_metrics
 
@@ -26,18 +26,15 @@ def test_same_seed_same_losses(script, finished_run, tmp_path):
 
 
 MODES = [
-    ["--compile", "--device=cpu"],
+    pytest.param(["--compile", "--device=cpu"], marks=pytest.mark.long),
     pytest.param(["--cudagraphs", "--device=cuda"], marks=pytest.mark.cuda),
     pytest.param(["--compile", "--cudagraphs", "--device=cuda"], marks=pytest.mark.cuda),
 ]
 
 
-FAST = [name for name in ON_POLICY if name in FAST_SCRIPTS]
-
-
-# That the compiled updates are, test_on_policy_equality.py shows for all of them.
+# That compiled updates are, test_on_policy_equality.py shows, and of a whole run the exact resume in test_off_policy.py.
 @pytest.mark.parametrize("mode", MODES, ids=" ".join)
-@pytest.mark.parametrize("script", with_long(FAST, long=FAST[1:]))
+@pytest.mark.parametrize("script", [name for name in ON_POLICY if name in FAST_SCRIPTS])
 def test_fast_modes_are_deterministic(script, mode, tmp_path):
     # Processes of their own: compilation sets switches of the whole process.
     for name in ("first", "same"):

@@ -210,18 +210,28 @@ def test_td3_equals_the_reference(mode, device, amp):
     assert_equal_training("td3_continuous_action", mode, device, lambda n: (n % 2 == 0,), steps, amp=amp)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"autotune": False, "target_network_frequency": 3, "policy_updates": 1}, {"amp": "bf16"}],
-    ids=["autotune", "fixed", "bf16"],
-)
+@in_either_precision
 @in_every_mode
-def test_sac_equals_the_reference(mode, changes, device):
-    frequency = changes.get("target_network_frequency", 1)
-    actor_steps = SAC_UPDATES // 2 * changes.get("policy_updates", 2)  # in a row, every second update
-    fixed = () if changes.get("autotune", True) else ("log_alpha",)
-    steps = {"actor_optimizer": actor_steps, "q_optimizer": SAC_UPDATES, "a_optimizer": 0 if fixed else actor_steps}
-    turn = lambda n: (n % 2 == 0, n % frequency == 0)  # noqa: E731
+def test_sac_equals_the_reference(mode, device, amp):
+    steps = dict.fromkeys(("actor_optimizer", "q_optimizer", "a_optimizer"), SAC_UPDATES)  # two every second update
+    turn = lambda n: (n % 2 == 0, True)  # noqa: E731
+    assert_equal_training("sac_continuous_action", mode, device, turn, steps, (), SAC_UPDATES, amp=amp)
+
+
+@pytest.mark.parametrize(
+    ("mode", "device"),
+    [
+        ("eager", CPU),
+        pytest.param("compile", CPU, marks=pytest.mark.long),
+        pytest.param("compile+cudagraphs", CUDA, marks=pytest.mark.cuda),
+    ],
+    ids=str,
+)
+def test_sac_with_a_fixed_coefficient_equals_the_reference(mode, device):
+    changes = {"autotune": False, "target_network_frequency": 3, "policy_updates": 1}
+    steps = {"actor_optimizer": SAC_UPDATES // 2, "q_optimizer": SAC_UPDATES, "a_optimizer": 0}
+    turn = lambda n: (n % 2 == 0, n % 3 == 0)  # noqa: E731
+    fixed = ("log_alpha",)
     assert_equal_training("sac_continuous_action", mode, device, turn, steps, fixed, SAC_UPDATES, **changes)
 
 

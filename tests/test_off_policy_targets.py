@@ -134,6 +134,15 @@ def test_values_have_more_digits_than_bf16():
     assert ((before_tanh - before_tanh.bfloat16().double()).abs() > 1e-5 * before_tanh.abs()).float().mean() > 0.9
 
 
+@pytest.mark.parametrize("module", [sac, td3, fast_sac])
+def test_an_actor_sees_unrounded_observations(module):
+    """Hopper's height moves within 0.1 of 1.25, where bf16 has steps of 0.008."""
+    layer, obs = module.Actor(OBS_DIM, np.full(2, -1.0), np.full(2, 1.0)).fc1, 1.25 + 0.1 * torch.randn(64, OBS_DIM)
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = layer(obs)
+    torch.testing.assert_close(hidden, layer(obs), rtol=0, atol=0)
+
+
 # --------------------------------------------------------------------------------------------------------------- SAC
 
 

@@ -99,9 +99,11 @@ def cases() -> list:
     found = []
     for script in ON_POLICY_REFERENCES:
         for mode in MODES | (ONE_GRAPH_MODES if script == "ppo_atari_envpool" else {}):
-            marks = [] if mode in ("eager", "compile") else [pytest.mark.cuda]
-            names = [(script, mode, amp) for amp in ("none", "bf16")]
-            found += [pytest.param(name, marks=marks, id="-".join(name)) for name in names]
+            for amp in ("none", "bf16"):
+                marks = [] if mode in ("eager", "compile") else [pytest.mark.cuda]
+                if (script, mode, amp) == ("pqn_atari_envpool", "compile", "none"):  # minutes, as bf16's
+                    marks = [pytest.mark.long]
+                found.append(pytest.param((script, mode, amp), marks=marks, id=f"{script}-{mode}-{amp}"))
     return found
 
 

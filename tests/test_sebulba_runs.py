@@ -623,7 +623,10 @@ MODES = [
 
 @pytest.mark.parametrize(
     "script, action_space",
-    [*[(script, Discrete(2)) for script in DISTRIBUTED], ("cleanba_ppo", Box(-1, 1, (2,)))],
+    [
+        *[(script, Discrete(2)) for script in DISTRIBUTED],
+        pytest.param("cleanba_ppo", Box(-1, 1, (2,)), marks=pytest.mark.long),
+    ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 @pytest.mark.parametrize("mode, device", MODES)

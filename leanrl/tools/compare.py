@@ -242,7 +242,7 @@ def title(record: dict) -> str:
 def draw(record: dict):
     """The figure: of a sweep sps against the flag's value, otherwise bars of sps.
 
-    Where episodes had ended, also their return against steps, as far as all have come, and against wall clock.
+    Where episodes had ended, also their return against steps and against wall clock.
     """
     rows, results = record["rows"], [Trial(**run) for run in record["runs"]]
     if record["sweep"]:
@@ -254,9 +254,8 @@ def draw(record: dict):
         bars, *curves = figure.subplots(1, 3 if has_returns else 1, squeeze=False)[0]
         draw_speeds(bars, rows)
         if curves:
-            steps, clock = curves
-            draw_returns(steps, results, rows, "global_step", "environment steps", rows[0]["return_step"])
-            draw_returns(clock, results, rows, "charts/wall_seconds", "seconds of wall clock, warm-up included")
+            draw_returns(curves[0], results, rows, "global_step", "environment steps")
+            draw_returns(curves[1], results, rows, "charts/wall_seconds", "seconds of wall clock, warm-up included")
     width = int(11 * figure.get_figwidth())
     figure.suptitle("\n".join(textwrap.fill(line, width) for line in title(record).splitlines()), fontsize=11)
     return figure
@@ -315,13 +314,14 @@ def draw_sweep(figure, rows: Sequence[dict], flag: str) -> None:
     figure.legend(handles=handles, loc="outside lower center", frameon=False)
 
 
-def draw_returns(
-    axes, results: Sequence[Trial], rows: Sequence[dict], x_key: str, x_label: str, last_step: float = math.inf
-) -> None:
-    """Return of the last 100 episodes against ``x_key``: a line for each seed, colours as in the bars."""
+def draw_returns(axes, results: Sequence[Trial], rows: Sequence[dict], x_key: str, x_label: str) -> None:
+    """Return of the last 100 episodes against ``x_key``, up to the last step that all have reached.
+
+    A line for each seed, colours as in the bars.
+    """
     colors = dict(zip([row["label"] for row in rows], itertools.cycle(common.COLORS)))
     for trial in results:
-        points, means = points_until(trial, last_step)
+        points, means = points_until(trial, rows[0]["return_step"])
         if points and not trial.failure:
             x = [point[x_key] for point in points]
             axes.plot(x, means, color=colors[trial.label], linewidth=1.4, marker="." if len(x) < 10 else "")
