@@ -240,8 +240,8 @@ class Staging:
 
     def split(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """``rows`` as the arguments of ``Replay.add``."""
-        obs, next_obs, actions, *rest = rows.split(self._widths, 1)
-        return obs, next_obs, actions, *(x.squeeze(1) for x in rest)
+        obs, next_obs, actions, rewards, terminations, resets = rows.split(self._widths, 1)
+        return obs, next_obs, actions, rewards[:, 0], terminations[:, 0], resets[:, 0]
 
 
 def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:

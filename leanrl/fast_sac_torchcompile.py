@@ -299,10 +299,11 @@ def make_update(
         batch = replay.sample(args.batch_size)
         batch = batch._replace(obs=obs_moments(batch.obs), next_obs=obs_moments(batch.next_obs))
         # Drawn at once: where PyTorch before 2.13 compiles an update, it may change the order of draws within.
-        noise = batch.actions.new_empty(1 + with_actor, *batch.actions.shape).normal_()
+        draws = batch.actions.new_empty(1 + with_actor, *batch.actions.shape).normal_()
+        noise = dict(zip(("target", "actor"), draws, strict=False))
         with autocast():
             with torch.no_grad():
-                next_actions, next_log_pi = actor.get_action(batch.next_obs, noise[0])
+                next_actions, next_log_pi = actor.get_action(batch.next_obs, noise["target"])
                 target = target_distribution(critics_target, next_actions, next_log_pi, log_alpha.exp(), batch, args)
             logits = critics(batch.obs, batch.actions)
             qf_loss = critic_loss(logits, target)
@@ -322,7 +323,7 @@ def make_update(
 
         if with_actor:
             with autocast():
-                pi_loss = actor_loss(actor, critics, log_alpha.detach().exp(), batch.obs, noise[1])
+                pi_loss = actor_loss(actor, critics, log_alpha.detach().exp(), batch.obs, noise["actor"])
             pi_loss.backward(inputs=list(actor.parameters()))
             actor_optimizer.step()
             actor_optimizer.zero_grad()

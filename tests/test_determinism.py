@@ -32,7 +32,7 @@ MODES = [
 ]
 
 
-# That compiled updates are, test_on_policy_equality.py shows, and of a whole run the exact resume in test_off_policy.py.
+# Compiled updates are in test_on_policy_equality.py, and a whole run in test_off_policy.py, which resumes it exactly.
 @pytest.mark.parametrize("mode", MODES, ids=" ".join)
 @pytest.mark.parametrize("script", [name for name in ON_POLICY if name in FAST_SCRIPTS])
 def test_fast_modes_are_deterministic(script, mode, tmp_path):

@@ -5,6 +5,7 @@ from copy import deepcopy
 import pytest
 import torch
 import torch.nn as nn
+from torch.nn.utils import parameters_to_vector
 
 from leanrl.support.executables import CompiledStep
 from leanrl.support.optim import Adam, RMSprop
@@ -22,7 +23,7 @@ def test_steps_are_counted_beyond_what_float32_can(ours):
     modules[0](torch.ones(1, 2)).sum().backward()
     saved.step()
     loaded.load_state_dict(saved.state_dict())
-    assert int(loaded.num_steps) == 2**24 + 1
+    assert loaded.num_steps.unique().item() == 2**24 + 1
 
 
 def network() -> nn.Sequential:
@@ -79,6 +80,13 @@ def test_steps_are_pytorchs(ours, pytorchs, compiled):
         for name in averages:
             torch.testing.assert_close(state["state"][i][name], entry[name], rtol=1e-4, atol=1e-6)
     assert state["state"][0]["step"].dtype == torch.float64
-    again = pytorchs(network().parameters())
-    again.load_state_dict(deepcopy(state))
-    assert float(again.param_groups[0]["lr"]) == float(lr)
+    modules[1].load_state_dict(modules[0].state_dict())
+    theirs.load_state_dict(deepcopy(state))
+    assert float(theirs.param_groups[0]["lr"]) == float(lr)
+    theirs.param_groups[0]["lr"] = float(lr)  # it takes a tensor only with capturable
+    for module, optimizer in zip(modules, (mine, theirs), strict=True):
+        train(module, optimizer, 3)
+    torch.testing.assert_close(
+        parameters_to_vector(modules[0].parameters()), parameters_to_vector(modules[1].parameters())
+    )
+    assert {int(entry["step"]) for entry in theirs.state.values()} == {30}

@@ -7,7 +7,7 @@ import pytest
 from scripts import cells, run_tool_in_process
 
 from leanrl.support.errors import UsageError
-from leanrl.tools import report
+from leanrl.tools import plot, report
 from leanrl.tools.trials import REPOSITORY
 
 DATA = "dqn/peers.json"
@@ -15,6 +15,16 @@ DATA = "dqn/peers.json"
 
 def test_pages_are_their_data(monkeypatch, capsys):
     assert run_tool_in_process(monkeypatch, report, "--check") == 0, capsys.readouterr().out
+
+
+def test_overview(monkeypatch):
+    """The speeds of the README's table, and at least two curves for each algorithm."""
+    monkeypatch.setattr(plot, "REPS", 10)
+    panels = report.overview(REPOSITORY).axes
+    table = cells(report.render("headline", REPOSITORY, REPOSITORY / "README.md")[0])
+    for bars, axes, (_, *speeds) in zip(panels[:5], panels[5:], table, strict=True):
+        assert [bar.get_text() for bar in bars.texts] == [speed.strip("*") for speed in speeds if speed != "-"]
+        assert len(axes.lines) >= 2
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ WARMUP_CALLS = CUDAGRAPH_WARMUP + 2
 URGENT = -1
 
 # Random numbers from PyTorch's own generator, so that a compiled run draws what an eager one draws; and in the same
-# order, which PyTorch before 2.13 may change where it looks for the least memory.
+# order, which PyTorch before 2.13 may change where it looks for the least memory (pytorch/pytorch#181136).
 SAME_SAMPLES = {"fallback_random": True}
 if torch.__version__ < (2, 13):
     SAME_SAMPLES |= {"reorder_for_peak_memory": False, "reorder_for_locality": False}
@@ -74,8 +74,8 @@ class CompiledStep:
             # trace_autograd_ops: .backward() becomes part of the graph.
             with torch._dynamo.config.patch(recompile_limit=limit, trace_autograd_ops=True):
                 result = self._first_call(*args)
-            # Dynamo has a single None. In PyTorch 2.13, a graph that reads a .grad after setting it to None leaves a
-            # source on it, where the next function compiled in this process would look for its own None.
+            # Dynamo has a single None. A graph that reads a .grad after setting it to None leaves a source on it, where
+            # the next function compiled in this process would look for its own None. (Seen in PyTorch 2.13.)
             torch._dynamo.variables.ConstantVariable.create(None).source = None
             # Positions of the arguments and of the result among the graph's inputs and outputs.
             self._places = [(i, j) for i, arg in enumerate(args) for j, x in enumerate(self._inputs) if x is arg]

@@ -11,7 +11,7 @@ class Traceable(torch.optim.Optimizer):
     PyTorch's own ``step`` and ``zero_grad`` break the graph, because they open a profiler range.
 
     The state is allocated at once and only changed in place, so that a graph may hold its addresses. So is the learning
-    rate: ``param_groups[0]["lr"]`` is a tensor [1] to be filled. All parameters share one step count.
+    rate: ``param_groups[0]["lr"]`` is a tensor [1] to be filled.
 
     Args:
         params, options: as for PyTorch's optimiser.
@@ -33,10 +33,12 @@ class Traceable(torch.optim.Optimizer):
         device = self.params[0].device
         # float64, because early in training 1 - 0.999 ** step has only four digits in float32. Shape [1], because
         # TorchInductor takes a 0-d float64 or int64 CPU tensor for a Python number and loses what is written to it.
-        self.lr, self.num_steps = torch.tensor([[lr], [0.0]], dtype=torch.float64, device=device)
-        group["lr"] = self.lr
-        for p in self.params:
-            self.state[p] = {"step": self.num_steps}
+        # (Seen in PyTorch 2.13.)
+        self.lr = group["lr"] = torch.tensor([lr], dtype=torch.float64, device=device)
+        # All are equal; PyTorch's optimisers count for each parameter.
+        self.num_steps = torch.zeros(len(self.params), 1, dtype=torch.float64, device=device)
+        for p, count in zip(self.params, self.num_steps, strict=True):
+            self.state[p] = {"step": count}
         for name in averages:
             # One loop over all parameters compiles faster than one per parameter.
             setattr(self, name, torch.zeros(sum(p.numel() for p in self.params), device=device))
@@ -78,8 +80,8 @@ class Adam(Traceable, torch.optim.Adam):
         self.num_steps.add_(1)
         # as_strided needs memory, so these are computed once. Otherwise TorchInductor would inline the float64 powers
         # into the loop over the elements.
-        step_size = (self.lr / (1 - beta1**self.num_steps)).float().as_strided((), ())
-        bias_correction2_sqrt = (1 - beta2**self.num_steps).sqrt().float().as_strided((), ())
+        step_size = (self.lr / (1 - beta1 ** self.num_steps[0])).float().as_strided((), ())
+        bias_correction2_sqrt = (1 - beta2 ** self.num_steps[0]).sqrt().float().as_strided((), ())
         grad = torch.cat([p.grad.reshape(-1) for p in self.params])
         self.exp_avg.lerp_(grad, 1 - beta1)
         self.exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)

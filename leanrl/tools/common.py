@@ -7,7 +7,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -22,6 +22,9 @@ Args = TypeVar("Args")
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; the one too pale for lines left out.
 COLORS = ("#7f7f7f", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
+# What the label of a mode or a peer contains -> its colour in every picture; the first that fits.
+MODE_COLORS = {"bf16": COLORS[2], "graph": COLORS[6], "sb3:": COLORS[3], "sbx:": COLORS[4], "rl_games:": COLORS[7]}
+MODE_COLORS |= {"-compile": COLORS[1], ":compile": COLORS[1], "_torchcompile": COLORS[5], "": COLORS[0]}
 
 
 def run_tool(main: Callable[[Args], int | None], args_type: type[Args]) -> None:
@@ -139,6 +142,16 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------- PICTURES
+
+
+def colors_of(labels: Iterable[str]) -> dict[str, str]:
+    """Each label's colour: that of its mode or peer or, where another label has that, one that is left."""
+    found = {}
+    for label in dict.fromkeys(labels):
+        of_mode = next(color for part, color in MODE_COLORS.items() if part in label)
+        left = [color for color in (of_mode, *COLORS) if color not in found.values()]
+        found[label] = left[0] if left else of_mode
+    return found
 
 
 def new_figure(width: float, height: float):

@@ -268,9 +268,10 @@ def draw_speeds(axes, rows: Sequence[dict]) -> None:
     bars serve as the legend of the figure.
     """
     longest = max(itertools.chain(*(row["sps"] for row in rows)), default=1.0)
-    for i, (row, color) in enumerate(zip(rows, itertools.cycle(common.COLORS))):
+    colors = common.colors_of(row["label"] for row in rows)
+    for i, row in enumerate(rows):
         axes.text(0.005 * longest, i - 0.27, row["label"], va="bottom", fontsize=10)
-        axes.barh(i, statistics.median(row["sps"] or [0.0]), height=0.42, color=color)
+        axes.barh(i, statistics.median(row["sps"] or [0.0]), height=0.42, color=colors[row["label"]])
         if len(row["sps"]) > 1:
             axes.plot(row["sps"], [i] * len(row["sps"]), "o", color="black", markersize=3.5, alpha=0.6)
         ratios = ", ".join(f"{statistics.median(ratios):.1f}x" for ratios in row["ratios"].values() if ratios)
@@ -319,7 +320,7 @@ def draw_returns(axes, results: Sequence[Trial], rows: Sequence[dict], x_key: st
 
     A line for each seed, colours as in the bars.
     """
-    colors = dict(zip([row["label"] for row in rows], itertools.cycle(common.COLORS)))
+    colors = common.colors_of(row["label"] for row in rows)
     for trial in results:
         points, means = points_until(trial, rows[0]["return_step"])
         if points and not trial.failure:

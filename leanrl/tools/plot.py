@@ -37,7 +37,7 @@ from leanrl.sebulba.records import TIMELINE_FILE
 from leanrl.support.cli import RunArgs, read_args_json
 from leanrl.support.errors import UsageError, bad, require_at_least
 from leanrl.support.tracking import read_metrics
-from leanrl.tools.common import COLORS, clean, markdown_table, mean_std, new_figure, run_tool
+from leanrl.tools.common import COLORS, clean, colors_of, markdown_table, mean_std, new_figure, run_tool
 from leanrl.tools.trials import read_json, running_mean
 
 RETURN = "charts/episodic_return"
@@ -302,6 +302,12 @@ def overlap_table(bands: dict[tuple[str, str], Band]) -> str | None:
     return markdown_table(header, rows) if rows else None
 
 
+def draw_band(axes, band: Band, color: str, unit: float = 1.0):
+    """The line of the IQM, which it returns, and the interval; x in ``unit``."""
+    axes.fill_between(band.x / unit, band.low, band.high, color=color, alpha=0.2, linewidth=0)
+    return axes.plot(band.x / unit, band.iqm, color=color, linewidth=1.6)[0]
+
+
 def draw(groups: Groups, bands: dict[str, dict[tuple[str, str], Band]], caption: str):
     """A row of panels for steps and one for wall clock, one column per environment; a group has one colour in all.
 
@@ -311,6 +317,7 @@ def draw(groups: Groups, bands: dict[str, dict[tuple[str, str], Band]], caption:
     from matplotlib.ticker import EngFormatter  # 0.5 s that --help need not wait for
 
     env_ids, labels = (list(dict.fromkeys(names)) for names in zip(*groups, strict=True))
+    colors = colors_of(labels)
     figure = new_figure(max(7.0, 4.6 * len(env_ids)), 0.4 + 3.3 * len(bands) + 0.22 * len(labels))
     panels = figure.subplots(len(bands), len(env_ids), squeeze=False, sharey="col")
     handles = {}
@@ -318,9 +325,7 @@ def draw(groups: Groups, bands: dict[str, dict[tuple[str, str], Band]], caption:
         axes, on_clock = panels[row, column], axis == "wall_seconds"
         for (env, label), band in bands[axis].items():
             if env == env_id:
-                color, x = COLORS[labels.index(label) % len(COLORS)], band.x / (60 if on_clock else 1)
-                (handles[label],) = axes.plot(x, band.iqm, color=color, linewidth=1.6)
-                axes.fill_between(x, band.low, band.high, color=color, alpha=0.2, linewidth=0)
+                handles[label] = draw_band(axes, band, colors[label], 60 if on_clock else 1)
         clean(axes)
         unit = "minutes of wall clock" if on_clock else "environment steps"
         axes.set(title="" if row else env_id, xlabel=unit, ylabel="" if column else "return")

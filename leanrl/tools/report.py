@@ -30,26 +30,41 @@ from functools import cache
 from modulefinder import ModuleFinder
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 
 from leanrl.support.errors import UsageError
 from leanrl.tools import ablate, compare, plan_layout, plot, profile, reproduce, speedrun
 from leanrl.tools.ablate_rows import ROWS
-from leanrl.tools.common import describe_machine, markdown_table, run_tool
+from leanrl.tools.common import clean, colors_of, describe_machine, markdown_table, new_figure, run_tool
 from leanrl.tools.trials import REPOSITORY, SCRIPTS, running_mean
 
 RESULTS = Path("doc", "benchmarks")
 MARKED = re.compile(r"<!-- report: (.+?) -->((?:(?!<!--).)*?)<!-- end -->", re.DOTALL)
 
+
+class Line(NamedTuple):
+    """A line of the README's table and a column of its picture."""
+
+    script: str  # the reference, which has a page and results of its name
+    env_id: str
+    curves: tuple[str, ...] = ("learning.csv",)
+
+
 HEADLINE = {
-    "PPO, HalfCheetah": "ppo_continuous_action",
-    "SAC, HalfCheetah": "sac_continuous_action",
-    "TD3, HalfCheetah": "td3_continuous_action",
-    "DQN, CartPole": "dqn",
-    "PPO, Breakout, 8 environments": "ppo_atari_envpool",
+    "PPO, HalfCheetah": Line(
+        "ppo_continuous_action", "HalfCheetah-v5", ("learning_eager.csv", "learning_compiled.csv")
+    ),
+    "SAC, HalfCheetah": Line("sac_continuous_action", "HalfCheetah-v5"),
+    "TD3, HalfCheetah": Line("td3_continuous_action", "HalfCheetah-v5"),
+    "DQN, CartPole": Line("dqn", "CartPole-v1"),
+    "PPO, Breakout, 8 environments": Line("ppo_atari_envpool", "Breakout-v5", ("learning_1m.csv",)),
 }
-"""The lines of the README's table: what they are about, and the reference, which has a page and results of its name."""
+COLUMNS = {"SB3": "sb3:", "SBX": "sbx:", "our eager reference": "", "fast variant, eager": "_torchcompile"}
+COLUMNS |= {f"`{flags}`": f"_torchcompile {flags}" for flags in ("--compile", "--compile --amp bf16")}
+"""The columns of the README's table: how labels of a peer begin, or what follows the reference's name in ours."""
+OVERVIEW = Path("doc", "artifacts", "overview.png")
 
 BOOKKEEPING = {"checkpoints", "cli", "errors", "evaluation", "hub", "run", "signals", "tracking"}
 """Modules of leanrl/support that decide no speed."""
@@ -64,19 +79,69 @@ class Args:
 # ------------------------------------------------------------------------------------------------------------- TABLES
 
 
+def speeds_of(record: dict, script: str) -> dict[str, float]:
+    """The median speed in each of COLUMNS, of a peer in its fastest setting; 0 where nothing was measured."""
+    medians = {row["label"]: statistics.median(row["sps"]) for row in record["rows"]}
+    return {
+        column: max((sps for label, sps in medians.items() if f"{label.split(':')[0]}:" == part), default=0.0)
+        if part.endswith(":")
+        else medians.get(f"{script}{part}", 0.0)
+        for column, part in COLUMNS.items()
+    }
+
+
 def headline(records: list[dict]) -> str:
     """The README's table: the median speed of each peer in its fastest setting, and of our modes."""
+    speeds = [speeds_of(record, line.script) for line, record in zip(HEADLINE.values(), records, strict=True)]
+    columns = [column for column in COLUMNS if any(found[column] for found in speeds)]
     lines = []
-    for (name, script), record in zip(HEADLINE.items(), records, strict=True):
-        speeds = {row["label"]: statistics.median(row["sps"]) for row in record["rows"]}
-        peers = [[sps for label, sps in speeds.items() if label.startswith(peer)] for peer in ("sb3:", "sbx:")]
-        fast = f"{script}_torchcompile"
-        ours = [script, fast, f"{fast} --compile", f"{fast} --compile --amp bf16"]
-        found = [*(max(settings, default=0.0) for settings in peers), *(speeds.get(label, 0.0) for label in ours)]
-        cells = [f"**{sps:,.0f}**" if sps == max(found) else f"{sps:,.0f}" if sps else "-" for sps in found]
-        lines.append([f"[{name}]({RESULTS}/{script}.md)", *cells])
-    header = ["", "SB3", "SBX", "our eager reference", "fast variant, eager", "`--compile`", "`--compile --amp bf16`"]
-    return markdown_table(header, lines)
+    for (name, line), found in zip(HEADLINE.items(), speeds, strict=True):
+        best = max(found.values())
+        cells = [f"{found[column]:,.0f}" if found[column] else "-" for column in columns]
+        cells = [f"**{cell}**" if cell == f"{best:,.0f}" else cell for cell in cells]
+        lines.append([f"[{name}]({RESULTS}/{line.script}.md)", *cells])
+    return markdown_table(["", *columns], lines)
+
+
+def overview(root: Path):
+    """The README's picture: above the speeds of its table, below learning curves as long as the reference's.
+
+    Curves are of modes with at least three seeds.
+    """
+    from matplotlib.patches import Patch  # 0.5 s that --help need not wait for
+    from matplotlib.ticker import EngFormatter
+
+    figure = new_figure(17, 6.5)
+    panels = figure.subplots(2, len(HEADLINE))
+    panels[1, 0].set_ylabel("return")
+    colors = {column: next(iter(colors_of([part]).values())) for column, part in COLUMNS.items()}
+    for (name, line), (bars, axes) in zip(HEADLINE.items(), panels.T, strict=True):
+        folder = root / RESULTS / line.script
+        speeds = {column: sps for column, sps in speeds_of(load(folder / "peers.json"), line.script).items() if sps}
+        drawn = bars.barh(list(speeds), list(speeds.values()), color=[colors[column] for column in speeds])
+        bars.bar_label(drawn, fmt="{:,.0f}", padding=4, fontsize=11)
+        bars.set(title=name, xlim=(0, 1.3 * max(speeds.values())), yticks=[], xlabel="steps per second")
+        bars.invert_yaxis()
+        curves = [curve for csv in line.curves for curve in plot.read_csv(folder / csv)]
+        groups = {label: group for (env_id, label), group in plot.group_curves(curves).items() if env_id == line.env_id}
+        end = min(curve["global_step"].iloc[-1] for curve in groups[f"{line.script}:eager"])
+        for label, group in groups.items():
+            if len(group) >= 3:
+                band = plot.estimate_band([curve[curve["global_step"] <= end] for curve in group], "global_step")
+                plot.draw_band(axes, band, colors_of([label])[label])
+        axes.set(xlabel="environment steps", xlim=(0, end))
+        for panel in (bars, axes):
+            clean(panel)
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    figure.legend(
+        [Patch(color=color) for color in colors.values()],
+        [column.strip("`") for column in colors],
+        loc="outside lower center",
+        ncols=len(colors),
+        frameon=False,
+        fontsize=12,
+    )
+    return figure
 
 
 def learning(record: dict) -> str:
@@ -158,7 +223,7 @@ def render(marker: str, root: Path, page: Path) -> tuple[str, dict[str, dict]]:
     words = shlex.split(marker)
     names = [word for word in words if "=" not in word]
     if names == ["headline"]:
-        names = [f"{script}/peers.json" for script in HEADLINE.values()]
+        names = [f"{line.script}/peers.json" for line in HEADLINE.values()]
     fields = dict(word.split("=", 1) for word in words if "=" in word)
     column = fields.pop("cell", None)
     try:
@@ -272,6 +337,8 @@ def main(args: Args, root: Path = REPOSITORY) -> int:
                 text = text.replace(f"{marker} -->{before}<!-- end -->", f"{marker} -->{now}<!-- end -->")
         if not args.check:
             page.write_text(text)
+            if "report: headline" in text:
+                overview(root).savefig(root / OVERVIEW, dpi=110)
     for name, record in used.items() if args.check else ():
         if commits_of(record) and (files := changed_since(record)):
             changed = ", ".join(sorted({Path(file).stem for file in files}))
