@@ -40,7 +40,7 @@ from leanrl.tools.trials import Contender, Trial
 class Args(common.OutArgs):
     contenders: tuple[str, ...] = ("ppo_continuous_action", "ppo_continuous_action_torchcompile")
     """SCRIPT[:MODE] or PEER each; MODE is eager, compile, cudagraphs, compile+one-graph ..., by default all that run
-    here; PEER is sb3:PPO, sb3:PPO-Atari, sb3:SAC, sb3:TD3, sb3:DQN, the same of sbx (but for Atari), rl_games:PPO"""
+    here; PEER is sb3:PPO, sb3:PPO-Atari, sb3:SAC, sb3:TD3, sb3:DQN, the same for sbx (except Atari), rl_games:PPO"""
     sweep: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FLAG VALUES")] = ()
     """a flag without dashes, and the numbers that it takes in turn, as in `num-envs 1 4 16`"""
     seeds: tuple[int, ...] = (1,)

@@ -14,7 +14,7 @@ ten iterations).
     python -m leanrl.tools.gpu --out runs/h200 --algorithms sac td3 --rounds 2 --leanrl ../LeanRL
 """
 
-# What ./run.sh installs for it, beside what everything needs:
+# What ./run.sh installs for this tool, besides the common requirements:
 # requires: dev
 
 import re
@@ -75,7 +75,7 @@ UPSTREAM_LEARNING = f"{LEARNING} --measure-burnin=500 --total-timesteps=10000"
 
 
 def pair(reference: str, flags: str = "", upstream_flags: str = "", *others: str) -> Algorithm:
-    """An eager reference, every mode of its fast variant, and the variant with ``others``."""
+    """An eager reference, every mode of its fast variant, and the variant in ``others``, modes with flags."""
     fast = f"{reference}_torchcompile"
     return Algorithm((reference, fast, *(f"{fast}:{other}" for other in others)), flags, upstream_flags)
 

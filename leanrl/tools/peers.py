@@ -158,7 +158,7 @@ def ppo_timing(args) -> Timing:
 
 
 def updates_of_round(args) -> Fraction:
-    """Updates over vector steps in each round, which gives the reference's updates_per_step."""
+    """The ratio of updates to vector steps in a round, which matches the reference's updates_per_step."""
     ratio = Fraction(args.updates_per_step * args.num_envs).limit_denominator(10_000)
     if not ratio:
         raise bad("updates_per_step", args.updates_per_step, "is less than the peers can do; try 0.001")

@@ -52,9 +52,9 @@ class Args(common.OutArgs):
     layouts: tuple[str, ...] = LAYOUTS
     """layouts to predict"""
     check: tuple[str, ...] = ()
-    """layouts to run here too, beside their prediction"""
+    """layouts that are also run here, to check their prediction"""
     check_updates: int = 20
-    """updates of such a run"""
+    """updates of each such run"""
     repeats: int = 3
     """measured iterations of each run; the median counts"""
     nvlink_gbytes: float = 200.0

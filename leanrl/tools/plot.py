@@ -16,7 +16,7 @@ learner, a bar per interval.
     python -m leanrl.tools.plot runs/my_cleanba_run --timeline 10
 """
 
-# What ./run.sh installs for it, beside what everything needs:
+# What ./run.sh installs for this tool, besides the common requirements:
 # requires: dev
 
 import glob
@@ -293,7 +293,7 @@ def finals_table(groups: Groups, with_speed: bool) -> str:
 
 
 def overlap_table(bands: dict[tuple[str, str], Band]) -> str | None:
-    """One row for each pair of groups of an environment; None where there is no pair."""
+    """One row for each pair of groups of an environment; None if there is no pair."""
     rows = []
     for ((env_id, a), band_a), ((other_env_id, b), band_b) in itertools.combinations(bands.items(), 2):
         if env_id == other_env_id:

@@ -354,7 +354,7 @@ def draw(record: dict):
 
 
 class Cost(NamedTuple):
-    """Seconds of a piece of work: on its own, and of one busy core; for a rollout, also its two shares."""
+    """Seconds of a piece of work: wall clock when alone, and of one busy core; for a rollout, also its two pieces."""
 
     wall: float
     cores: float
@@ -437,7 +437,7 @@ def measure_layouts(
         playing, inference, copying, emulation, updating, summing = np.median(
             [[point[f"stats/{name}_time"] for name in names] for point in points], axis=0
         ).tolist()
-        # An update's threads all count as busy: they spin while they wait.
+        # Every thread counts as busy, as those of an update are: they spin while they wait.
         play = Cost(playing, playing + (env_threads - 1) * emulation, inference + copying, emulation)
         return play, Cost(updating - summing, (updating - summing) * num_threads), summing, steps
 

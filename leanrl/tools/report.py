@@ -14,7 +14,7 @@ For learning curves, `at=500000,1000000` gives the returns at these steps instea
 data is the table at the top of the README.
 """
 
-# What ./run.sh installs for it, beside what everything needs:
+# What ./run.sh installs for this tool, besides the common requirements:
 # requires: dev
 
 import ast

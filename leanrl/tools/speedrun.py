@@ -85,7 +85,7 @@ class Args(common.OutArgs):
     task: tyro.conf.Positional[str]
     """cartpole, cheetah5k, cheetah10k, cheetah-run, hopper, pong or breakout"""
     contenders: tuple[str, ...] = ()
-    """SCRIPT[:MODE] or PEER (sb3:SAC) and its flags each, beside the record's holder, which always runs"""
+    """SCRIPT[:MODE] or PEER (sb3:SAC) and its flags each, in addition to the record holder, which always runs"""
     seeds: tuple[int, ...] = (1, 2, 3)
     """every contender runs once with each"""
     cache: Literal["cold", "warm", "both"] = "both"

@@ -86,7 +86,7 @@ class Contender:
 
 @dataclass
 class Trial:
-    """One run of a contender; the contents of its run directory are empty if it failed."""
+    """One run of a contender; what is read from its run directory is empty if it failed."""
 
     label: str
     seed: int
