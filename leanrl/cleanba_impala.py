@@ -1,9 +1,9 @@
 """IMPALA, distributed: actors on threads, learners that correct for the actors' lag with V-trace.
 
-Papers: https://arxiv.org/abs/1802.01561 (IMPALA), https://arxiv.org/abs/2310.00036 (Cleanba, whose flags and
-hyperparameters these are). What differs: rewards, ends and masks describe the transition that their action made,
-episodes that run out of time are bootstrapped, and the summed gradient does not depend on the number of learners. The
-runtime is leanrl/sebulba/; its sibling, with which it shares all but targets, loss and update, is cleanba_ppo.py.
+Papers: https://arxiv.org/abs/1802.01561 (IMPALA), https://arxiv.org/abs/2310.00036 (Cleanba, the source of
+flags and hyperparameters). What differs: rewards, dones and masks belong to the transition that their action caused,
+truncated episodes are bootstrapped, and the summed gradient does not depend on the number of learners. The runtime is
+leanrl/sebulba/. Its sibling cleanba_ppo.py differs in targets, loss and update.
 
     python leanrl/cleanba_impala.py --env-id Breakout-v5                             # actor and learner on one device
     python leanrl/cleanba_impala.py --actor-device-ids 0 --learner-device-ids 1 2    # an actor and two learners
@@ -47,30 +47,30 @@ from leanrl.support.scan import linear_recurrence
 @dataclass
 class Args(SebulbaArgs):
     env_id: str = "Breakout-v5"
-    """environment with discrete actions, of EnvPool's or of Gymnasium's (see --env-backend)"""
+    """environment of EnvPool or Gymnasium (see --env-backend) with discrete actions"""
     protocol: Literal["cleanba", "cleanrl"] = "cleanba"
-    """how Atari games are played: sticky actions, all 18 actions and whole games, or lost lives that end episodes"""
+    """Atari rules; cleanba: sticky actions, all 18 actions and whole games; cleanrl: a lost life ends an episode"""
     total_timesteps: int = 50_000_000
     """environment steps of the whole run"""
     seed: int = 1
     """seed of the environments, the network and the exploration"""
     torso: Literal["auto", "impala", "nature", "mlp"] = "auto"
-    """network: IMPALA's residual one or DQN's for images, two layers for other observations; auto: impala or mlp"""
+    """network: IMPALA's residual network or DQN's for images, an MLP for other observations; auto: impala or mlp"""
     channels: tuple[int, ...] = (16, 32, 32)
     """channels of the stages of the impala torso"""
     hiddens: tuple[int, ...] = (256,)
-    """widths of the layers behind the impala torso (nature: 512, mlp: two layers of 64)"""
+    """widths of the linear layers of the impala torso (fixed for nature: 512, and for mlp: two layers of 64)"""
 
     policy_lag: int | Literal["newest"] = 1
-    """rollout r is produced by the parameters after r - 1 - POLICY_LAG updates, 0 is synchronous; newest: by those that
-    are there, at most 2 behind, and no run repeats another"""
+    """rollout r is played with the parameters after r - 1 - POLICY_LAG updates; 0 is synchronous. newest: with the
+    latest available, at most 2 behind; such runs are not reproducible"""
 
     learning_rate: float = 6e-4
     """learning rate of RMSProp"""
     num_steps: int = 20
     """steps of each environment in a rollout"""
     anneal_lr: bool = True
-    """let the learning rate fall linearly to 0"""
+    """anneal the learning rate linearly to 0"""
     gamma: float = 0.99
     """discount"""
     num_minibatches: int = 4
@@ -78,9 +78,9 @@ class Args(SebulbaArgs):
     gradient_accumulation_steps: int = 1
     """parts of a minibatch, computed one after the other to save memory"""
     rho_bar: float = 1.0
-    """rho-bar: the importance weights of temporal differences are truncated here"""
+    """rho-bar: truncates the importance weights of the temporal differences"""
     c_bar: float = 1.0
-    """c-bar: the importance weights of traces are truncated here"""
+    """c-bar: truncates the importance weights of the traces"""
     ent_coef: float = 0.01
     """coefficient of the entropy bonus"""
     vf_coef: float = 0.5
@@ -106,7 +106,7 @@ def validate(args: Args) -> None:
 
 
 def validate_shards(args: Args, layout: Layout) -> None:
-    """Raises UsageError unless the environments of a shard divide into minibatches and those into their parts."""
+    """Raises UsageError unless a shard's environments divide into minibatches, and those into parts to accumulate."""
     if layout.shard_size % (args.num_minibatches * args.gradient_accumulation_steps):
         needed = f"times --gradient-accumulation-steps {args.gradient_accumulation_steps} must divide"
         raise bad("num_minibatches", args.num_minibatches, f"{needed} the {layout.shard_size} environments of a shard")
@@ -122,9 +122,9 @@ def layer_init(layer: nn.Module, std: float = np.sqrt(2), bias_const: float = 0.
 
 
 def conv3x3(in_channels: int, out_channels: int) -> nn.Conv2d:
-    """A 3x3 convolution that keeps the size, initialised as Flax does: a normal distribution cut off at 2 sigma."""
+    """A 3x3 convolution that keeps the size, initialised as in Flax: a normal distribution truncated at 2 sigma."""
     conv = nn.Conv2d(in_channels, out_channels, 3, padding=1)
-    std = (9 * in_channels) ** -0.5 / 0.87962566103423978  # the deviation of a standard normal one, cut off so
+    std = (9 * in_channels) ** -0.5 / 0.87962566103423978  # the deviation of a standard normal truncated so
     nn.init.trunc_normal_(conv.weight, std=std, a=-2 * std, b=2 * std)
     nn.init.zeros_(conv.bias)
     return conv
@@ -197,7 +197,7 @@ class NatureCNN(nn.Sequential):
 
 
 class ImageAgent(nn.Module):
-    """Policy and value on one torso: observations [B, C, H, W] of bytes -> logits [B, num_actions], values [B]"""
+    """Policy and value heads on one torso: bytes [B, C, H, W] -> logits [B, num_actions], values [B]"""
 
     def __init__(self, torso: nn.Module, features: int, num_actions: int) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class ImageAgent(nn.Module):
 
     def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = self.torso(obs)
-        # A value in bf16 would have three digits.
+        # In bf16 a value would have only three significant digits.
         with torch.autocast(obs.device.type, enabled=False):
             hidden = hidden.float()
             return self.actor(hidden), self.critic(hidden).squeeze(-1)
@@ -235,12 +235,12 @@ class VectorAgent(nn.Module):
         return self.actor(obs), self.critic(obs).squeeze(-1)
 
 
-# Of the flags, what ``make_agent`` reads; they are kept in model.pt.
+# The flags that ``make_agent`` reads; they are saved in model.pt.
 NETWORK_FLAGS = ("torso", "channels", "hiddens")
 
 
 def make_agent(space: gym.spaces.Box, action_space: gym.Space, args: Args) -> nn.Module:
-    """The network that ``--torso`` names, or that the observations ask for. UsageError where they do not fit."""
+    """The network that ``--torso`` names, or that suits the observations. UsageError if they do not fit."""
     if not isinstance(action_space, gym.spaces.Discrete):
         raise bad("env_id", args.env_id, "has continuous actions; this script needs Discrete ones, unlike cleanba_ppo")
     num_actions = int(action_space.n)
@@ -270,9 +270,9 @@ def vtrace(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """V-trace targets (the paper's equation 1) and the advantages of its policy gradient, as a scan backwards in time.
 
-    ``values[t + 1]`` values the observation that step t led to, the true last one where step t ended an episode: it is
-    bootstrapped from unless the episode terminated, and ``dones`` (terminated or truncated) ends the trace. What is
-    computed for steps that only reset an environment means nothing, and reaches no other step.
+    ``values[t + 1]`` is the value of the observation after step t, the true last one if step t ended an episode. It is
+    bootstrapped from unless the episode terminated; ``dones`` (terminated or truncated) ends the trace. Results for
+    steps that only reset an environment are meaningless, and affect no other step.
 
     Args:
         log_rhos: [T, N], log of the learner's probability of the action over the actor's.
@@ -288,7 +288,7 @@ def vtrace(
     deltas = clipped_rhos * (rewards + discounts * values[1:] - values[:-1])
     decays = gamma * (1.0 - dones) * cs
     vs = values[:-1] + linear_recurrence(deltas.flip(0), decays.flip(0)).flip(0)
-    # After the last step of an episode, or of the rollout, the best that is known of the next state is its value.
+    # After the last step of an episode, or of the rollout, the next state has no target: its value is used.
     next_vs = torch.cat([vs[1:], values[-1:]])
     next_vs = torch.where(dones > 0, values[1:], next_vs)
     return vs, clipped_rhos * (rewards + discounts * next_vs - values[:-1])
@@ -307,7 +307,7 @@ class Minibatch(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """What is logged of an update, each a tensor without shape."""
+    """What an update logs, a 0-d tensor each."""
 
     policy_loss: torch.Tensor
     value_loss: torch.Tensor
@@ -315,7 +315,7 @@ class Losses(NamedTuple):
 
 
 def impala_loss(agent: nn.Module, minibatch: Minibatch, args: Args) -> tuple[torch.Tensor, Losses]:
-    """The paper's loss (section 4.2), summed over the steps, and its parts (sums, detached)."""
+    """The paper's loss (section 4.2), summed over the steps, and what is logged (sums, detached)."""
     obs, actions, logprobs, rewards, terminations, dones, weights = minibatch
     logits, values = agent(obs.flatten(0, 1))
     logits, values = logits.view(*obs.shape[:2], -1), values.view(obs.shape[:2])
@@ -345,19 +345,19 @@ def take_minibatch(rollout: Rollout, envs: torch.Tensor) -> Minibatch:
 def make_update(
     agent: nn.Module, optimizer: RMSprop, rollouts: Sequence[Rollout], args: Args
 ) -> tuple[list[Callable], Callable]:
-    """The functions of an update that are compiled. An optimiser step is two, between which the learners sum.
+    """The functions of an update that are compiled. The learners sum their gradients between ``gradient`` and ``step``.
 
     Args:
-        rollouts: those of this learner's shards.
+        rollouts: of this learner's shards.
 
     Returns:
-        ``gradient(mb_envs)`` for each rollout: the part of these environments in the minibatch's gradient and losses,
+        ``gradient(mb_envs)`` for each rollout: what these environments add to the minibatch's gradient and losses,
         [P + 3];
-        ``step(summed)``: takes the step along the sum of all parts; returns the losses [3] (of Losses).
+        ``step(summed)``: takes an optimiser step with the sum of these; returns the losses [3] (of Losses).
     """
     device_type = optimizer.params[0].device.type
     sizes = [p.numel() for p in optimizer.params]
-    # The gradient is of the sum of the losses, their log points are of the mean.
+    # The gradient is that of the summed losses, but the mean losses are logged.
     num_rows = args.num_steps * args.num_envs // args.num_minibatches
 
     def make_gradient(rollout: Rollout) -> Callable:
@@ -377,7 +377,7 @@ def make_update(
         *grads, losses = torch.split_with_sizes_copy(summed, [*sizes, len(Losses._fields)])
         for p, grad in zip(optimizer.params, grads, strict=True):
             p.grad = grad.view(p.shape)
-        # TorchInductor's code for CPUs has no way into foreach's norm but a slow one.
+        # On a CPU TorchInductor compiles the foreach norm to slow code.
         nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=device_type == "cuda")
         optimizer.step()
         optimizer.zero_grad()
@@ -389,12 +389,12 @@ def make_update(
 def train(
     mb_envs: torch.Tensor, gradients: Sequence[Callable], step: Callable, sum_over_shards: Callable
 ) -> torch.Tensor:
-    """An optimiser step for each minibatch, which is a part of every shard; returns the mean of their losses [3].
+    """An optimiser step for each minibatch, with environments of every shard; returns the mean of their losses [3].
 
     Args:
         mb_envs: [num_minibatches, gradient_accumulation_steps, n], environments of a shard.
-        gradients: of each shard here.
-        sum_over_shards: what these say -> the sum of what all learners' say.
+        gradients: one for each shard here.
+        sum_over_shards: the tensors of the shards here -> the sum over all shards, other learners' included.
     """
     losses = []
     for envs in mb_envs:
@@ -408,7 +408,7 @@ def train(
 def make_act(agent: Callable, args: Args) -> Callable:
     """The function ``act(obs, noise)``: [n, ...], Gumbel noise [n, num_actions] -> [3, n].
 
-    It returns actions, their log-probabilities and values: as one tensor of float32, in which an action is exact.
+    It returns actions, their log-probabilities and values as one float32 tensor, which holds discrete actions exactly.
     """
 
     @torch.no_grad()
@@ -424,7 +424,7 @@ def make_act(agent: Callable, args: Args) -> Callable:
 
 
 def play(thread: ActorThread, act: Callable, args: Args) -> None:
-    """The acting loop, on a thread of its own: plays all rollouts of the run."""
+    """The acting loop, on its own thread: plays all rollouts of the run."""
     obs, _ = thread.envs.reset()
     resets = np.zeros(len(obs), bool)  # where the next step only resets its environment
     for rollout in thread.rollouts():  # with the parameters that are due; delivered after the loop's body
@@ -442,7 +442,7 @@ def play(thread: ActorThread, act: Callable, args: Args) -> None:
 def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
     """The policy of a saved model: observations [N, ...] -> actions [N], sampled as in training.
 
-    The likeliest action alone can stay for ever where it does nothing, say before Breakout's next ball.
+    The most likely action alone can do nothing for ever, say before Breakout's next ball.
     """
     agent = make_agent(envs.single_observation_space, envs.single_action_space, Args(**model["network"]))
     agent.load_state_dict(model["agent"])
@@ -462,7 +462,7 @@ def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray
 def make_executables(
     acts: Sequence[Callable], gradients: Sequence[Callable], step: Callable, start: Start
 ) -> tuple[list[Callable], list[Callable], Callable]:
-    """Its functions, compiled and captured as the flags say."""
+    """The functions, compiled and captured as the flags say."""
     args = start.args
     executable = partial(make_executable, device=start.device, compile=args.compile, cudagraphs=args.cudagraphs)
     acts = [executable(act, cpp_wrapper=False, urgent=True) for act in acts]
@@ -478,7 +478,7 @@ def main(args: Args) -> None:
     validate_shards(args, start.layout)
     agent = make_agent(start.space, start.action_space, args)
     if start.part is None:
-        supervise(start, __file__)  # a process for each device, every one of which runs this script
+        supervise(start, __file__)  # starts this script in a process for each device
         return
     device = start.device
     agent.to(device, memory_format=torch.channels_last)
@@ -488,7 +488,7 @@ def main(args: Args) -> None:
     mb_envs = torch.arange(start.layout.shard_size, device=device).view(*parts, -1)
 
     with join(start, __file__, agent, optimizer, network) as worker:
-        # Of the actor threads and shards of this process, of which it may have none.
+        # For the actor threads and shards of this process; it may have none.
         acts = [make_act(thread.agent, args) for thread in worker.threads]
         gradients, step = make_update(agent, optimizer, list(worker.shards.values()), args)
         acts, gradients, step = make_executables(acts, gradients, step, start)
@@ -503,7 +503,7 @@ def main(args: Args) -> None:
         for thread, act in zip(worker.threads, acts, strict=True):
             thread.start(play, act, args)
 
-        for number in worker.rollouts_due():  # none where nothing is learned
+        for number in worker.rollouts_due():  # none if this process learns nothing
             if args.anneal_lr:
                 frac = 1.0 - (number - 1.0) / start.num_updates
                 optimizer.param_groups[0]["lr"].fill_(frac * args.learning_rate)

@@ -1,9 +1,9 @@
 """Proximal Policy Optimization (PPO), distributed: actors on threads, learners that sum their gradients.
 
-Papers: https://arxiv.org/abs/1707.06347 (PPO), https://arxiv.org/abs/2310.00036 (Cleanba, whose flags and
-hyperparameters these are). What differs: rollouts carry the version of the parameters that produced them, minibatches
-are drawn at random within logical shards that do not depend on the layout, episodes that run out of time are
-bootstrapped, and steps that only reset an environment are left out of the loss. The runtime is leanrl/sebulba/.
+Papers: https://arxiv.org/abs/1707.06347 (PPO), https://arxiv.org/abs/2310.00036 (Cleanba, the source of flags
+and hyperparameters). What differs: rollouts carry the version of the parameters that produced them, minibatches are
+drawn at random within logical shards that do not depend on the layout, truncated episodes are bootstrapped, and steps
+that only reset an environment are left out of the loss. The runtime is leanrl/sebulba/.
 
     python leanrl/cleanba_ppo.py --env-id Breakout-v5                                # actor and learner on one device
     python leanrl/cleanba_ppo.py --actor-device-ids 0 --learner-device-ids 1 2 --policy-lag 1   # act while others learn
@@ -51,27 +51,27 @@ from leanrl.support.scan import linear_recurrence
 @dataclass
 class Args(SebulbaArgs):
     env_id: str = "Breakout-v5"
-    """environment, of EnvPool's or of Gymnasium's (see --env-backend). Where actions are continuous, observations and
-    rewards are normalised, over all environments"""
+    """environment of EnvPool or Gymnasium (see --env-backend). With continuous actions, observations and rewards are
+    normalised, over all environments"""
     protocol: Literal["cleanba", "cleanrl"] = "cleanba"
-    """how Atari games are played: sticky actions, all 18 actions and whole games, or lost lives that end episodes"""
+    """Atari rules; cleanba: sticky actions, all 18 actions and whole games; cleanrl: a lost life ends an episode"""
     total_timesteps: int = 50_000_000
     """environment steps of the whole run"""
     seed: int = 1
     """seed of the environments, the network, the minibatches and the exploration"""
     torso: Literal["auto", "impala", "nature", "mlp"] = "auto"
-    """network: IMPALA's residual one or DQN's for images, two layers for other observations; auto: impala or mlp"""
+    """network: IMPALA's residual network or DQN's for images, an MLP for other observations; auto: impala or mlp"""
     channels: tuple[int, ...] = (16, 32, 32)
     """channels of the stages of the impala torso"""
     hiddens: tuple[int, ...] = (256,)
-    """widths of the layers behind the impala torso (nature: 512, mlp: two layers of 64)"""
+    """widths of the linear layers of the impala torso (fixed for nature: 512, and for mlp: two layers of 64)"""
 
     learning_rate: float = 2.5e-4
     """learning rate of Adam"""
     num_steps: int = 128
     """steps of each environment in a rollout"""
     anneal_lr: bool = True
-    """let the learning rate fall linearly to 0"""
+    """anneal the learning rate linearly to 0"""
     gamma: float = 0.99
     """discount"""
     gae_lambda: float = 0.95
@@ -83,7 +83,7 @@ class Args(SebulbaArgs):
     update_epochs: int = 4
     """passes over each rollout"""
     norm_adv: bool = True
-    """normalise the advantages of each shard's part of a minibatch"""
+    """normalise advantages, within each shard's part of a minibatch"""
     clip_coef: float = 0.1
     """clip range of the probability ratio"""
     ent_coef: float = 0.01
@@ -112,7 +112,7 @@ def validate(args: Args) -> None:
 
 
 def validate_shards(args: Args, layout: Layout) -> None:
-    """Raises UsageError unless a shard divides into minibatches and those into their parts."""
+    """Raises UsageError unless a shard divides into minibatches, and those into parts to accumulate."""
     num_rows, num_parts = layout.shard_size * args.num_steps, args.num_minibatches * args.gradient_accumulation_steps
     if num_rows % num_parts:
         needed = f"times --gradient-accumulation-steps {args.gradient_accumulation_steps} must divide"
@@ -131,9 +131,9 @@ def layer_init(layer: nn.Module, std: float = np.sqrt(2), bias_const: float = 0.
 
 
 def conv3x3(in_channels: int, out_channels: int) -> nn.Conv2d:
-    """A 3x3 convolution that keeps the size, initialised as Flax does: a normal distribution cut off at 2 sigma."""
+    """A 3x3 convolution that keeps the size, initialised as in Flax: a normal distribution truncated at 2 sigma."""
     conv = nn.Conv2d(in_channels, out_channels, 3, padding=1)
-    std = (9 * in_channels) ** -0.5 / 0.87962566103423978  # the deviation of a standard normal one, cut off so
+    std = (9 * in_channels) ** -0.5 / 0.87962566103423978  # the deviation of a standard normal truncated so
     nn.init.trunc_normal_(conv.weight, std=std, a=-2 * std, b=2 * std)
     nn.init.zeros_(conv.bias)
     return conv
@@ -206,7 +206,7 @@ class NatureCNN(nn.Sequential):
 
 
 class ImageAgent(nn.Module):
-    """Policy and value on one torso: observations [B, C, H, W] of bytes -> logits [B, num_actions], values [B]"""
+    """Policy and value heads on one torso: bytes [B, C, H, W] -> logits [B, num_actions], values [B]"""
 
     def __init__(self, torso: nn.Module, features: int, num_actions: int) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ class ImageAgent(nn.Module):
 
     def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = self.torso(obs)
-        # A value in bf16 would have three digits.
+        # In bf16 a value would have only three significant digits.
         with torch.autocast(obs.device.type, enabled=False):
             hidden = hidden.float()
             return self.actor(hidden), self.critic(hidden).squeeze(-1)
@@ -252,10 +252,10 @@ class Gaussian(NamedTuple):
 
 
 class ContinuousAgent(VectorAgent):
-    """The same for continuous actions: observations [B, ...] -> a Gaussian, values [B]
+    """A VectorAgent for continuous actions: observations [B, ...] -> a Gaussian, values [B]
 
-    The standard deviation does not depend on the state. Observations are normalised; what they, and discounted returns,
-    are normalised with belongs to the network, so that it is saved and reaches the actors with its parameters.
+    The standard deviation does not depend on the state. Observations are normalised. Their moments, and those of the
+    discounted returns, belong to the network: they are saved, and sent to the actors, with its parameters.
     """
 
     def __init__(self, obs_dim: int, action_dim: int) -> None:
@@ -268,12 +268,12 @@ class ContinuousAgent(VectorAgent):
         return Gaussian(mean, self.actor_logstd.expand_as(mean)), values
 
 
-# Of the flags, what ``make_agent`` reads; they are kept in model.pt.
+# The flags that ``make_agent`` reads; they are saved in model.pt.
 NETWORK_FLAGS = ("torso", "channels", "hiddens")
 
 
 def make_agent(space: gym.spaces.Box, action_space: gym.Space, args: Args) -> nn.Module:
-    """The network that ``--torso`` names, or that the spaces ask for. UsageError where they do not fit."""
+    """The network that ``--torso`` names, or that suits the spaces. UsageError if they do not fit."""
     is_image = space.dtype == np.uint8 and len(space.shape) == 3
     torso = args.torso if args.torso != "auto" else "impala" if is_image else "mlp"
     is_continuous, out_dim = isinstance(action_space, gym.spaces.Box), policy_size(action_space)
@@ -301,9 +301,9 @@ def compute_gae(
 ) -> torch.Tensor:
     """Generalised advantage estimation (https://arxiv.org/abs/1506.02438, equation 16), as a scan backwards in time.
 
-    ``values[t + 1]`` values the observation that step t led to, the true last one where step t ended an episode: it is
-    bootstrapped from unless the episode terminated, and ``dones`` (terminated or truncated) ends the sum. Advantages
-    of steps that only reset an environment mean nothing, and reach no other step.
+    ``values[t + 1]`` is the value of the observation after step t, the true last one if step t ended an episode. It is
+    bootstrapped from unless the episode terminated; ``dones`` (terminated or truncated) ends the sum. Advantages of
+    steps that only reset an environment are meaningless, and affect no other step.
 
     Args:
         rewards, terminations, dones: [T, N]; the flags as floats.
@@ -323,7 +323,7 @@ def weighted_mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 class Minibatch(NamedTuple):
-    """Steps that are learned from, [B, ...] each."""
+    """Steps to learn from, [B, ...] each."""
 
     obs: torch.Tensor
     actions: torch.Tensor
@@ -334,7 +334,7 @@ class Minibatch(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """What is logged of an update, each a tensor without shape."""
+    """What an update logs, a 0-d tensor each."""
 
     policy_loss: torch.Tensor
     value_loss: torch.Tensor
@@ -345,15 +345,15 @@ class Losses(NamedTuple):
 
 
 def distribution(policy: torch.Tensor | Gaussian) -> Distribution:
-    """That of actions, of logits [B, num_actions] or a Gaussian."""
+    """The distribution of actions, from logits [B, num_actions] or a Gaussian."""
     if isinstance(policy, Gaussian):
         normal = Normal(policy.mean, policy.logstd.exp(), validate_args=False)
-        return Independent(normal, 1, validate_args=False)  # sums over the numbers of an action
+        return Independent(normal, 1, validate_args=False)  # sums over the components of an action
     return Categorical(logits=policy, validate_args=False)
 
 
 def ppo_loss(agent: nn.Module, minibatch: Minibatch, args: Args) -> tuple[torch.Tensor, Losses]:
-    """PPO's clipped loss over one minibatch, and its parts (detached)."""
+    """PPO's clipped loss over one minibatch, and what is logged (detached)."""
     obs, actions, logprobs, advantages, returns, weights = minibatch
     policy, newvalue = agent(obs)
     probs = distribution(policy)
@@ -385,9 +385,9 @@ def ppo_loss(agent: nn.Module, minibatch: Minibatch, args: Args) -> tuple[torch.
 
 
 class Batch(Minibatch):
-    """All steps of a shard's rollout with their targets, [T, n, ...] each, always the same tensors.
+    """All steps of a shard's rollout with their targets, [T, n, ...] each, in tensors that are reused.
 
-    Observations are [T + 1, n, ...]: the last ones are nobody's rows.
+    Observations are [T + 1, n, ...]; the last row belongs to no step.
     """
 
     @classmethod
@@ -396,7 +396,7 @@ class Batch(Minibatch):
         return cls(rollout.obs, rollout.actions, rollout.logprobs, *targets)
 
     def minibatch(self, inds: torch.Tensor) -> Minibatch:
-        """Rows ``inds`` [B], counted through steps and environments."""
+        """Rows ``inds`` [B] of the flattened steps and environments."""
         return Minibatch(*(column.flatten(0, 1)[inds] for column in self))
 
 
@@ -404,8 +404,8 @@ def fill_targets(batch: Batch, rollout: Rollout, get_value: Callable, args: Args
     """Advantages, returns and weights of a shard, from the values that the actors computed.
 
     Args:
-        get_value: [n, ...] -> [n]; values the observations that the last step led to, with the learner's parameters:
-            those that the actors played with at policy lag 0, newer ones at more.
+        get_value: [n, ...] -> [n]; gives the values of the last observations, by the learner's parameters. At policy
+            lag 0 the actors played with the same parameters, at a larger lag with older ones.
     """
     values = torch.cat([rollout.values, get_value(rollout.obs[-1]).unsqueeze(0)])
     terminations, dones = rollout.terminations.float(), rollout.dones.float()
@@ -422,20 +422,20 @@ def scale_rewards(
     sum_over_shards: Callable,
     gamma: float,
 ) -> None:
-    """Divides rewards by the deviation of all discounted returns up to now, and clips them to [-10, 10].
+    """Divides rewards by the standard deviation of all discounted returns so far, and clips them to [-10, 10].
 
-    As Gymnasium's NormalizeReward does at each step; here for a rollout at once, over the environments of all shards.
+    Gymnasium's NormalizeReward does so at each step; here it is once per rollout, over the environments of all shards.
 
     Args:
-        moments: of the discounted returns, changed.
-        rollouts: those of this learner's shards, whose rewards are changed.
-        discounted: of each of them, the discounted returns [n] of its last step; 0 at first, changed.
-        sum_over_shards: what these say -> the sum of what all learners' say.
+        moments: of the discounted returns; updated in place.
+        rollouts: of this learner's shards; their rewards are scaled in place.
+        discounted: for each of them, the discounted returns [n] of its last step; 0 at first, updated in place.
+        sum_over_shards: the tensors of the shards here -> the sum over all shards, other learners' included.
     """
     sums = []
     for rollout, last in zip(rollouts, discounted, strict=True):
         rewards, weights = rollout.rewards.double(), 1.0 - rollout.resets.double()
-        decays = gamma * weights  # a step that only resets its environment begins anew
+        decays = gamma * weights  # a step that only resets starts a new sum
         rewards[0] += decays[0] * last
         returns = linear_recurrence(rewards, decays)
         last.copy_(returns[-1])
@@ -448,15 +448,15 @@ def scale_rewards(
 def make_update(
     agent: nn.Module, optimizer: Adam, batches: Sequence[Batch], args: Args
 ) -> tuple[Callable, list[Callable], Callable]:
-    """The functions of an update that are compiled. An optimiser step is two, between which the learners sum.
+    """The functions of an update that are compiled. The learners sum their gradients between ``gradient`` and ``step``.
 
     Args:
-        batches: those of this learner's shards.
+        batches: of this learner's shards.
 
     Returns:
         ``get_value(obs)``: [n, ...] -> [n];
-        ``gradient(mb_inds)`` for each batch: the part of these rows in the minibatch's gradient and losses, [P + 6];
-        ``step(summed)``: takes the step along the sum of all parts; returns the losses [6] (of Losses).
+        ``gradient(mb_inds)`` for each batch: what these rows add to the minibatch's gradient and losses, [P + 6];
+        ``step(summed)``: takes an optimiser step with the sum of these; returns the losses [6] (of Losses).
     """
     device_type = optimizer.params[0].device.type
     autocast = partial(torch.autocast, device_type, torch.bfloat16, enabled=args.amp == "bf16")
@@ -487,7 +487,7 @@ def make_update(
         *grads, losses = torch.split_with_sizes_copy(summed, [*sizes, len(Losses._fields)])
         for p, grad in zip(optimizer.params, grads, strict=True):
             p.grad = grad.view(p.shape)
-        # TorchInductor's code for CPUs has no way into foreach's norm but a slow one.
+        # On a CPU TorchInductor compiles the foreach norm to slow code.
         nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=device_type == "cuda")
         optimizer.step()
         optimizer.zero_grad()
@@ -499,12 +499,12 @@ def make_update(
 def train_epoch(
     b_inds: Sequence[torch.Tensor], gradients: Sequence[Callable], step: Callable, sum_over_shards: Callable, args: Args
 ) -> torch.Tensor:
-    """An optimiser step for each minibatch, which is a part of every shard; returns the mean of their losses [6].
+    """An optimiser step for each minibatch, with rows of every shard; returns the mean of their losses [6].
 
     Args:
-        b_inds: of each shard here, its rows in random order.
-        gradients: of each shard here.
-        sum_over_shards: what these say -> the sum of what all learners' say.
+        b_inds: for each shard here, its rows in random order.
+        gradients: one for each shard here.
+        sum_over_shards: the tensors of the shards here -> the sum over all shards, other learners' included.
     """
     parts = args.num_minibatches, args.gradient_accumulation_steps
     losses = []
@@ -520,7 +520,7 @@ def train_epoch(
 def make_act(agent: Callable, args: Args) -> Callable:
     """The function ``act(obs, noise)``: [n, ...], ``action_noise`` [n, k] -> [3, n], or [action_dim + 2, n].
 
-    It returns actions, their log-probabilities and values: as one tensor of float32, in which an action is exact.
+    It returns actions, their log-probabilities and values as one float32 tensor, which holds discrete actions exactly.
     """
 
     @torch.no_grad()
@@ -539,7 +539,7 @@ def make_act(agent: Callable, args: Args) -> Callable:
 
 
 def play(thread: ActorThread, act: Callable, args: Args) -> None:
-    """The acting loop, on a thread of its own: plays all rollouts of the run."""
+    """The acting loop, on its own thread: plays all rollouts of the run."""
     obs, _ = thread.envs.reset()
     resets = np.zeros(len(obs), bool)  # where the next step only resets its environment
     for rollout in thread.rollouts():  # with the parameters that are due; delivered after the loop's body
@@ -557,8 +557,8 @@ def play(thread: ActorThread, act: Callable, args: Args) -> None:
 def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
     """The policy of a saved model: observations [N, ...] -> actions [N], sampled as in training.
 
-    The likeliest action alone can stay for ever where it does nothing, say before Breakout's next ball. Continuous
-    actions, [N, action_dim], are the means.
+    The most likely action alone can do nothing for ever, say before Breakout's next ball. Continuous actions,
+    [N, action_dim], are the means.
     """
     space = envs.single_action_space
     agent = make_agent(envs.single_observation_space, space, Args(**model["network"]))
@@ -581,7 +581,7 @@ def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray
 def make_executables(
     acts: Sequence[Callable], get_value: Callable, gradients: Sequence[Callable], step: Callable, start: Start
 ) -> tuple[list[Callable], Callable, list[Callable], Callable]:
-    """Its functions, compiled and captured as the flags say."""
+    """The functions, compiled and captured as the flags say."""
     args = start.args
     executable = partial(make_executable, device=start.device, compile=args.compile, cudagraphs=args.cudagraphs)
     acts = [executable(act, cpp_wrapper=False, urgent=True) for act in acts]
@@ -597,7 +597,7 @@ def main(args: Args) -> None:
     validate_shards(args, start.layout)
     agent = make_agent(start.space, start.action_space, args)
     if start.part is None:
-        supervise(start, __file__)  # a process for each device, every one of which runs this script
+        supervise(start, __file__)  # starts this script in a process for each device
         return
     device = start.device
     num_rows = start.layout.shard_size * args.num_steps
@@ -606,7 +606,7 @@ def main(args: Args) -> None:
     network = {name: getattr(args, name) for name in NETWORK_FLAGS}
 
     with join(start, __file__, agent, optimizer, network) as worker:
-        # Of the actor threads and shards of this process, of which it may have none.
+        # For the actor threads and shards of this process; it may have none.
         acts = [make_act(thread.agent, args) for thread in worker.threads]
         rollouts = list(worker.shards.values())
         batches = [Batch.of(rollout) for rollout in rollouts]
@@ -627,7 +627,7 @@ def main(args: Args) -> None:
 
         is_continuous = isinstance(agent, ContinuousAgent)
         discounted = [torch.zeros_like(rollout.rewards[0], dtype=torch.float64) for rollout in rollouts]
-        for number in worker.rollouts_due():  # none where nothing is learned
+        for number in worker.rollouts_due():  # none if this process learns nothing
             if args.anneal_lr:
                 frac = 1.0 - (number - 1.0) / start.num_updates
                 optimizer.param_groups[0]["lr"].fill_(frac * args.learning_rate)
@@ -640,7 +640,7 @@ def main(args: Args) -> None:
                 orders = [shard_generator(args.seed, shard, epoch).permutation(num_rows) for shard in worker.shards]
                 b_inds = [torch.from_numpy(order).to(device) for order in orders]
                 losses += train_epoch(b_inds, gradients, step, worker.sum_over_shards, args) / args.update_epochs
-            if is_continuous:  # only now: actors and learners normalise a rollout's observations alike
+            if is_continuous:  # only now, so that actors and learners normalise a rollout alike
                 sums = [agent.obs_moments.sums(batch.obs[:-1].flatten(2), batch.weights) for batch in batches]
                 agent.obs_moments.add(worker.sum_over_shards(sums))
             worker.publish(Losses(*losses), optimizer_steps=args.update_epochs * args.num_minibatches)

@@ -2,8 +2,8 @@
 
 Paper: https://www.nature.com/articles/nature14236. Algorithm, names, hyperparameters and structure follow CleanRL's
 https://docs.cleanrl.dev/rl-algorithms/dqn/#dqnpy; what differs: steps that only reset an environment are
-not stored, and each environment draws its own number to decide whether it explores.
-The same program made fast is dqn_torchcompile.py.
+not stored, and whether to explore is decided for each environment on its own.
+dqn_torchcompile.py is the same program, made fast.
 
     python leanrl/dqn.py --env-id CartPole-v1
     python leanrl/dqn.py --env-id Acrobot-v1 --seed 2 --save-model --capture-video
@@ -41,7 +41,7 @@ class Args(RunArgs):
     env_id: str = "CartPole-v1"
     """Gymnasium environment with discrete actions and a vector of numbers as observation"""
     total_timesteps: int = 500_000
-    """environment steps of the whole run, rounded down to whole steps of all environments"""
+    """environment steps of the whole run, rounded down to a multiple of --num-envs"""
     seed: int = 1
     """seed of the environments, the network, the sampling and the exploration"""
     device: str = "auto"
@@ -49,26 +49,26 @@ class Args(RunArgs):
     amp: Literal["none", "bf16"] = "none"
     """bf16 runs the networks of the update under autocast, their first and last layers left out"""
     num_threads: int = 1
-    """CPU threads of PyTorch; the network is too small for a second one"""
+    """CPU threads of PyTorch; the network is too small to gain from a second one"""
     log_every: int = 1_000
     """environment steps between log points"""
     checkpoint_replay: bool = True
-    """write the replay into checkpoints; without it a resumed run fills a new one before it trains on"""
+    """save the replay in checkpoints; without it, a resumed run first refills an empty replay"""
 
     learning_rate: float = 2.5e-4
     """learning rate of Adam"""
     num_envs: int = 1
     """environments stepped together"""
     buffer_size: int = 10_000
-    """transitions that the replay keeps"""
+    """capacity of the replay, in transitions"""
     gamma: float = 0.99
     """discount"""
     tau: float = 1.0
-    """Polyak averaging of the target network: the weight of the trained one in an update; 1 copies it"""
+    """weight of the trained network in the Polyak average of the target network; 1 copies it"""
     target_network_frequency: int = 500
     """environment steps between updates of the target network"""
     batch_size: int = 128
-    """transitions of an update"""
+    """transitions per update"""
     start_e: float = 1.0
     """probability of a random action at the start"""
     end_e: float = 0.05
@@ -78,7 +78,7 @@ class Args(RunArgs):
     learning_starts: int = 10_000
     """environment steps before the first update"""
     updates_per_step: float = 0.1
-    """updates per environment step, N for N environments that step together; resets count as steps"""
+    """updates per environment step; stepping N environments once counts as N, and resets count too"""
 
 
 def validate(args: Args) -> None:
@@ -109,7 +109,7 @@ class QNetwork(nn.Sequential):
 
 
 def dqn_target(target_network: QNetwork, batch: Batch, gamma: float) -> torch.Tensor:
-    """The targets of the values of the actions taken, [B] (the paper's algorithm 1)."""
+    """The TD targets for the actions taken, [B] (the paper's algorithm 1)."""
     target_max = target_network(batch.next_obs).amax(1)
     return batch.rewards + gamma * (1.0 - batch.terminations) * target_max
 
@@ -123,7 +123,7 @@ def dqn_loss(
 
 
 class Losses(NamedTuple):
-    """What an update logs: it writes these tensors."""
+    """What an update logs: it writes into these tensors."""
 
     td_loss: torch.Tensor  # [1]
     q_values: torch.Tensor  # [1]
@@ -162,7 +162,7 @@ def make_update(
 
 @torch.no_grad()
 def update_target(q_network: QNetwork, target_network: QNetwork, tau: float) -> None:
-    """Moves the target's parameters ``tau`` of the way to the trained ones."""
+    """Moves the target's parameters by the fraction ``tau`` towards the trained ones."""
     torch._foreach_lerp_(list(target_network.parameters()), list(q_network.parameters()), tau)
 
 
@@ -171,12 +171,12 @@ def update_target(q_network: QNetwork, target_network: QNetwork, tau: float) -> 
 
 @torch.no_grad()
 def greedy(q_network: QNetwork, obs: torch.Tensor) -> torch.Tensor:
-    """The best actions: [N, obs_dim] -> [N]"""
+    """The greedy actions: [N, obs_dim] -> [N]"""
     return q_network(obs).argmax(1)
 
 
 def act(best: Callable, obs: torch.Tensor | np.ndarray, num_actions: int, epsilon: float) -> np.ndarray:
-    """Epsilon-greedy actions [N]; ``best(obs)``, where one is needed, gives the greedy ones of ``obs`` [N, obs_dim]."""
+    """Epsilon-greedy actions [N] for ``obs`` [N, obs_dim]; calls ``best(obs)`` only if one of them is greedy."""
     coins, choices = np.random.random((2, len(obs)))
     actions = (choices * num_actions).astype(np.int64)
     is_greedy = coins >= epsilon
@@ -254,7 +254,7 @@ def main(args: Args) -> None:
             for _ in range(due):
                 run.optimizer_steps += 1
                 update()
-            if schedule.begins(run.global_step):  # a GPU's libraries are set up with the first update
+            if schedule.begins(run.global_step):  # the first update sets up a GPU's libraries
                 run.start_clock()
             if run.global_step % args.target_network_frequency < args.num_envs:
                 update_target(q_network, target_network, args.tau)

@@ -1,17 +1,17 @@
 """Deep Q-Network (DQN), made fast with torch.compile and CUDA graphs.
 
-The same program as dqn.py: read that first, then a diff of the two, which shows what was made fast. ``--compile`` and
+The same program as dqn.py: read that first, then diff the two to see what was made fast. ``--compile`` and
 ``--cudagraphs`` can be switched on one by one.
 
     python leanrl/dqn_torchcompile.py --env-id CartPole-v1 --compile
     python leanrl/dqn_torchcompile.py --compile --cudagraphs     # on a CUDA device
 
-What differs, most of it with its measured gain in doc/optimizations.md:
-- transitions wait on the CPU until an update is due: one copy in and one call then write them to the replay, sample
-  and train; a step of the environment between two updates costs the greedy action, or nothing where a random one was
-  drawn;
-- the greedy action for one observation is compiled into a few loops, without calls of a matrix library;
-- Adam's step is one that torch.compile traces, as it does ``loss.backward()``: an update is one graph.
+What differs (doc/optimizations.md gives the measured gain of most of it):
+- transitions wait on the CPU until an update is due; then one copy to the device and one call write them to the
+  replay, sample and train. Between updates, an environment step costs only the greedy action, or nothing if the action
+  is random;
+- the greedy action for one observation is compiled into a few loops, without calls to a matrix library;
+- torch.compile traces ``loss.backward()`` and the step of our own Adam, so an update is one graph.
 
 Measured speed and learning curves: doc/benchmarks/dqn.md
 """
@@ -49,7 +49,7 @@ class Args(RunArgs):
     env_id: str = "CartPole-v1"
     """Gymnasium environment with discrete actions and a vector of numbers as observation"""
     total_timesteps: int = 500_000
-    """environment steps of the whole run, rounded down to whole steps of all environments"""
+    """environment steps of the whole run, rounded down to a multiple of --num-envs"""
     seed: int = 1
     """seed of the environments, the network, the sampling and the exploration"""
     device: str = "auto"
@@ -57,11 +57,11 @@ class Args(RunArgs):
     amp: Literal["none", "bf16"] = "none"
     """bf16 runs the networks of the update under autocast, their first and last layers left out"""
     num_threads: int = 1
-    """CPU threads of PyTorch; the network is too small for a second one"""
+    """CPU threads of PyTorch; the network is too small to gain from a second one"""
     log_every: int = 1_000
     """environment steps between log points"""
     checkpoint_replay: bool = True
-    """write the replay into checkpoints; without it a resumed run fills a new one before it trains on"""
+    """save the replay in checkpoints; without it, a resumed run first refills an empty replay"""
 
     compile: bool = False
     """compile the greedy action and the training step with torch.compile"""
@@ -75,15 +75,15 @@ class Args(RunArgs):
     num_envs: int = 1
     """environments stepped together"""
     buffer_size: int = 10_000
-    """transitions that the replay keeps"""
+    """capacity of the replay, in transitions"""
     gamma: float = 0.99
     """discount"""
     tau: float = 1.0
-    """Polyak averaging of the target network: the weight of the trained one in an update; 1 copies it"""
+    """weight of the trained network in the Polyak average of the target network; 1 copies it"""
     target_network_frequency: int = 500
     """environment steps between updates of the target network"""
     batch_size: int = 128
-    """transitions of an update"""
+    """transitions per update"""
     start_e: float = 1.0
     """probability of a random action at the start"""
     end_e: float = 0.05
@@ -93,7 +93,7 @@ class Args(RunArgs):
     learning_starts: int = 10_000
     """environment steps before the first update"""
     updates_per_step: float = 0.1
-    """updates per environment step, N for N environments that step together; resets count as steps"""
+    """updates per environment step; stepping N environments once counts as N, and resets count too"""
 
 
 def validate(args: Args) -> None:
@@ -124,7 +124,7 @@ class QNetwork(nn.Sequential):
 
 
 def dqn_target(target_network: QNetwork, batch: Batch, gamma: float) -> torch.Tensor:
-    """The targets of the values of the actions taken, [B] (the paper's algorithm 1)."""
+    """The TD targets for the actions taken, [B] (the paper's algorithm 1)."""
     target_max = target_network(batch.next_obs).amax(1)
     return batch.rewards + gamma * (1.0 - batch.terminations) * target_max
 
@@ -138,7 +138,7 @@ def dqn_loss(
 
 
 class Losses(NamedTuple):
-    """What an update logs: it writes these tensors."""
+    """What an update logs: it writes into these tensors."""
 
     td_loss: torch.Tensor  # [1]
     q_values: torch.Tensor  # [1]
@@ -177,7 +177,7 @@ def make_update(
 
 @torch.no_grad()
 def update_target(q_network: QNetwork, target_network: QNetwork, tau: float) -> None:
-    """Moves the target's parameters ``tau`` of the way to the trained ones."""
+    """Moves the target's parameters by the fraction ``tau`` towards the trained ones."""
     torch._foreach_lerp_(list(target_network.parameters()), list(q_network.parameters()), tau)
 
 
@@ -186,12 +186,12 @@ def update_target(q_network: QNetwork, target_network: QNetwork, tau: float) -> 
 
 @torch.no_grad()
 def greedy(q_network: QNetwork, obs: torch.Tensor) -> torch.Tensor:
-    """The best actions: [N, obs_dim] -> [N]"""
+    """The greedy actions: [N, obs_dim] -> [N]"""
     return q_network(obs).argmax(1)
 
 
 def act(best: Callable, obs: torch.Tensor | np.ndarray, num_actions: int, epsilon: float) -> np.ndarray:
-    """Epsilon-greedy actions [N]; ``best(obs)``, where one is needed, gives the greedy ones of ``obs`` [N, obs_dim]."""
+    """Epsilon-greedy actions [N] for ``obs`` [N, obs_dim]; calls ``best(obs)`` only if one of them is greedy."""
     coins, choices = np.random.random((2, len(obs)))
     actions = (choices * num_actions).astype(np.int64)
     is_greedy = coins >= epsilon
@@ -201,10 +201,10 @@ def act(best: Callable, obs: torch.Tensor | np.ndarray, num_actions: int, epsilo
 
 
 class Staging:
-    """Transitions on the CPU that wait to be written to the replay, all in one copy.
+    """Transitions that wait on the CPU until one copy takes them all to the replay.
 
     Args:
-        num_steps: steps of the environments that it holds.
+        num_steps: how many environment steps it holds.
     """
 
     def __init__(self, num_steps: int, num_envs: int, obs_dim: int, device: torch.device) -> None:
@@ -223,14 +223,14 @@ class Staging:
         """Takes one step of the environments, arrays [N, ...]."""
         i = self.num_staged
         if i == 0 and self._taken is not None:
-            # The copy may still wait behind an update: steps with random actions do not wait for the device.
+            # The last copy may still be queued behind an update: steps with random actions do not wait for the device.
             self._taken.synchronize()
         self._obs[i], self._next_obs[i], self._actions[i] = obs, next_obs, actions
         self._rewards[i], self._terminations[i], self._resets[i] = rewards, terminations, resets
         self.num_staged += 1
 
     def take(self) -> torch.Tensor:
-        """All rows [num_steps * N, 2 * obs_dim + 4] on the learner's device, those without a step marked as resets."""
+        """All rows [num_steps * N, 2 * obs_dim + 4] on the learner's device, unused ones marked as resets."""
         self._resets[self.num_staged :] = 1.0
         self.num_staged = 0
         rows = self._rows.flatten(0, 1).to(self._device, non_blocking=True)
@@ -264,8 +264,8 @@ def make_executables(q_network: QNetwork, replay: Replay, staging: Staging, upda
 
     Returns:
         ``best(obs)``: an array [N, obs_dim] -> the greedy actions [N];
-        ``learn(rows)``: writes what was staged to the replay and takes an update;
-        ``update()``: takes another one.
+        ``learn(rows)``: writes the staged rows to the replay and does one update;
+        ``update()``: does one more.
     """
     device = replay.rows.device
     as_sums = args.compile and device.type == "cpu" and args.num_envs == 1
@@ -302,7 +302,7 @@ def main(args: Args) -> None:
     target_network = deepcopy(q_network)
     optimizer = Adam(q_network.parameters(), lr=args.learning_rate)
     replay = Replay(args.buffer_size, obs_dim, 1, device)
-    # As many steps as can pass between two updates, or as the replay holds.
+    # As many steps as there are between two updates, but no more than the replay holds.
     num_staged = min(math.ceil(1 / (args.num_envs * args.updates_per_step)), max(1, args.buffer_size // args.num_envs))
     staging = Staging(num_staged, args.num_envs, obs_dim, device)
     just_update, losses = make_update(q_network, target_network, optimizer, replay, args)

@@ -2,13 +2,13 @@
 
 Paper: https://arxiv.org/abs/2512.01996, "Learning Sim-to-Real Humanoid Locomotion in 15 Minutes". Structure and names
 are those of sac_continuous_action.py. What FastSAC adds:
-- critics that predict the distribution of the return (C51, https://arxiv.org/abs/1707.06887), and the mean of the two
-  where SAC takes the lower one;
+- critics that predict the distribution of the return (C51, https://arxiv.org/abs/1707.06887), and their mean instead of
+  SAC's minimum;
 - layer norm in all networks, and observations normalised by running moments;
-- an entropy coefficient that every update of the critics trains.
-Here the two critics share one target, as SAC's do, where the paper's code gives each its own; networks have two hidden
-layers and relu, Adam is the usual one without weight decay, and the entropy coefficient starts at SAC's 1. The defaults
-suit a CPU. The same program made fast is fast_sac_torchcompile.py.
+- an entropy coefficient that is trained at every critic update.
+Unlike in the paper's code, the two critics share one target, as in SAC, instead of one each; networks have two hidden
+layers and ReLU; Adam has no weight decay; and the entropy coefficient starts at SAC's 1. The defaults suit a CPU.
+fast_sac_torchcompile.py is the same program, made fast.
 
     python leanrl/fast_sac.py --env-id HalfCheetah-v5
     python leanrl/fast_sac.py --env-id Hopper-v5 --seed 2 --save-model --capture-video
@@ -45,7 +45,7 @@ class Args(RunArgs):
     env_id: str = "HalfCheetah-v5"
     """Gymnasium environment with continuous actions; Dict observations are flattened in the order of their keys"""
     total_timesteps: int = 1_000_000
-    """environment steps of the whole run, rounded down to whole steps of all environments"""
+    """environment steps of the whole run, rounded down to a multiple of --num-envs"""
     seed: int = 1
     """seed of the environments, the networks, the sampling and the noise"""
     device: str = "auto"
@@ -57,7 +57,7 @@ class Args(RunArgs):
     log_every: int = 1_000
     """environment steps between log points"""
     checkpoint_replay: bool = True
-    """write the replay into checkpoints; without it a resumed run fills a new one before it trains on"""
+    """save the replay in checkpoints; without it, a resumed run first refills an empty replay"""
 
     policy_lr: float = 1e-3
     """learning rate of the actor's Adam"""
@@ -66,31 +66,31 @@ class Args(RunArgs):
     num_envs: int = 16
     """environments stepped together"""
     buffer_size: int = 1_000_000
-    """transitions that the replay keeps"""
+    """capacity of the replay, in transitions"""
     gamma: float = 0.99
     """discount"""
     tau: float = 0.125
-    """Polyak averaging of the target networks: the weight of the trained ones in an update"""
+    """weight of the trained networks in the Polyak average of the target networks"""
     batch_size: int = 256
-    """transitions of an update"""
+    """transitions per update"""
     learning_starts: int = 5_000
     """environment steps with random actions before the first update"""
     updates_per_step: float = 0.25
-    """updates of the critics per environment step, N for N environments that step together; resets count as steps"""
+    """critic updates per environment step; stepping N environments once counts as N, and resets count too"""
     policy_frequency: int = 2
-    """updates of the critics for each update of the actor"""
+    """critic updates per actor update"""
     num_atoms: int = 51
-    """returns that the critics tell apart, evenly spaced from --v-min to --v-max"""
+    """atoms of the critics' return distributions, evenly spaced from --v-min to --v-max"""
     v_min: float = -100.0
     """lowest return that the critics can predict"""
     v_max: float = 1_000.0
     """highest return that the critics can predict"""
     autotune: bool = True
-    """learn the entropy coefficient, so that the policy's entropy is about that of --target-entropy-ratio"""
+    """learn the entropy coefficient, for the target entropy that --target-entropy-ratio sets"""
     alpha: float = 1.0
-    """the entropy coefficient, with --autotune at the start"""
+    """the entropy coefficient; with --autotune, its initial value"""
     target_entropy_ratio: float = 1.0
-    """the entropy that --autotune aims at is minus this times the number of action dimensions"""
+    """the target entropy of --autotune is minus this times the number of action dimensions"""
 
 
 def validate(args: Args) -> None:
@@ -108,7 +108,7 @@ def validate(args: Args) -> None:
 
 
 class Critics(nn.Module):
-    """Two distributional Q-networks, side by side: how likely they hold each of ``atoms`` [num_atoms], the returns."""
+    """Two distributional Q-networks, side by side: each predicts probabilities of the returns ``atoms`` [num_atoms]."""
 
     def __init__(self, obs_dim: int, action_dim: int, args: Args) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Critics(nn.Module):
         self.norm2 = Float32TwinLayerNorm(128)
         self.fc3 = Float32TwinLinear(128, args.num_atoms)
         self.register_buffer("atoms", torch.linspace(args.v_min, args.v_max, args.num_atoms))
-        # Returns near 0 at first: bootstrapping forgets slowly what it begins with.
+        # The first predictions are near 0: bootstrapping is slow to forget its initial values.
         nn.init.zeros_(self.fc3.weight)
         with torch.no_grad():
             self.fc3.bias.copy_(-self.atoms.abs() / (self.atoms[1] - self.atoms[0]))
@@ -159,7 +159,7 @@ class Actor(nn.Module):
         x = F.relu(self.norm2(self.fc2(x)))
         mean, log_std = self.fc_heads(x).chunk(2, 1)
         log_std = torch.tanh(log_std)
-        # From https://github.com/denisyarats/pytorch_sac; a clamp would have no gradient beyond its ends.
+        # From https://github.com/denisyarats/pytorch_sac; a clamp would have no gradient outside its bounds.
         return mean, LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (log_std + 1)
 
     def get_action(self, obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -178,11 +178,11 @@ class Actor(nn.Module):
 
 
 def project(probs: torch.Tensor, returns: torch.Tensor, atoms: torch.Tensor) -> torch.Tensor:
-    """The categorical projection of C51 (https://arxiv.org/abs/1707.06887): a return counts for its two neighbours.
+    """C51's categorical projection (https://arxiv.org/abs/1707.06887): splits a return between neighbouring atoms.
 
     Args:
         probs: of the returns, [B, num_atoms].
-        returns: [B, num_atoms]; those beyond the ends of ``atoms`` count as the ends.
+        returns: [B, num_atoms]; clamped to the range of ``atoms``.
         atoms: evenly spaced, [num_atoms].
 
     Returns:
@@ -203,7 +203,7 @@ def target_distribution(
     batch: Batch,
     args: Args,
 ) -> torch.Tensor:
-    """The critics' target: the distribution of the soft value, by the mean of two critics.
+    """The critics' target: the distribution of the soft value, averaged over two critics.
 
     Args:
         next_actions, next_log_pi: the policy's for ``batch.next_obs``, [B, action_dim] and [B].
@@ -233,14 +233,14 @@ def actor_loss(
 
 
 def alpha_loss(log_alpha: torch.Tensor, log_pi: torch.Tensor, target_entropy: float) -> torch.Tensor:
-    """SAC's loss of the entropy coefficient, for log-probabilities [B] of the policy's own actions."""
+    """SAC's loss for the entropy coefficient, from log-probabilities [B] of the policy's own actions."""
     return (-log_alpha.exp() * (log_pi + target_entropy)).mean()
 
 
 class Losses(NamedTuple):
-    """What an update logs: it writes these tensors."""
+    """What an update logs: it writes into these tensors."""
 
-    qf_values: torch.Tensor  # [2], one number for each critic
+    qf_values: torch.Tensor  # [2], one per critic
     qf_loss: torch.Tensor  # [2]
     actor_loss: torch.Tensor  # [1]
     alpha: torch.Tensor  # [1]
@@ -264,8 +264,8 @@ def make_update(
 ) -> tuple[Callable, Losses]:
     """The function that trains on one batch, and the losses that it writes.
 
-    ``update(with_actor)``: the flag says whether this update trains the actor too, besides the critics and the entropy
-    coefficient ``log_alpha.exp()``.
+    ``update(with_actor)``: every update trains the critics and the entropy coefficient ``log_alpha.exp()``; the flag
+    says whether this one also trains the actor.
     """
     device = replay.rows.device
     target_entropy = -args.target_entropy_ratio * len(actor.low)
@@ -279,7 +279,7 @@ def make_update(
     def update(with_actor: bool) -> None:
         batch = replay.sample(args.batch_size)
         batch = batch._replace(obs=obs_moments(batch.obs), next_obs=obs_moments(batch.next_obs))
-        # Drawn at once: where PyTorch before 2.13 compiles an update, it may change the order of draws within.
+        # Drawn all at once: before 2.13, PyTorch may change the order of random draws within a compiled update.
         draws = batch.actions.new_empty(1 + with_actor, *batch.actions.shape).normal_()
         noise = dict(zip(("target", "actor"), draws, strict=False))
         with autocast():
@@ -418,7 +418,7 @@ def main(args: Args) -> None:
             for _ in range(due):
                 run.optimizer_steps += 1
                 update(with_actor=run.optimizer_steps % args.policy_frequency == 0)
-            if schedule.begins(run.global_step):  # a GPU's libraries are set up with the first update
+            if schedule.begins(run.global_step):  # the first update sets up a GPU's libraries
                 run.start_clock()
 
             if run.log_due():

@@ -1,19 +1,19 @@
 """FastSAC, made fast with torch.compile and CUDA graphs.
 
-The same program as fast_sac.py: read that first, then a diff of the two, which shows what was made fast.
+The same program as fast_sac.py: read that first, then diff the two to see what was made fast.
 ``--compile``, ``--cudagraphs`` and ``--one-graph`` can be switched on one by one.
 
     python leanrl/fast_sac_torchcompile.py --env-id HalfCheetah-v5 --compile --env-backend envpool
     python leanrl/fast_sac_torchcompile.py --compile --amp bf16       # faster where there are bf16 units
     python leanrl/fast_sac_torchcompile.py --compile --cudagraphs     # on a CUDA device, or --one-graph
 
-What differs, most of it with its measured gain in doc/optimizations.md:
-- a step of the environment costs one copy in, one call and one copy out: the call writes the transition to the replay,
-  samples a batch, trains critics, entropy coefficient and actor, moves the targets, and acts;
-- Adam's step is one that torch.compile traces, as it does ``loss.backward()``: an update is one graph;
+What differs (doc/optimizations.md gives the measured gain of most of it):
+- an environment step costs one copy to the device, one call and one copy back: the call writes the transition to the
+  replay, samples a batch, trains critics, entropy coefficient and actor, updates the target networks, and acts;
+- torch.compile traces ``loss.backward()`` and the step of our own Adam, so an update is one graph;
 - with ``--one-graph`` a step is one CUDA graph, copies included (leanrl/support/onegraph.py).
 
-With the paper's numbers, for a GPU (its log standard deviations end at 0, not at 2; nobody has run this):
+With the paper's hyperparameters, for a GPU (never run; the paper also caps the log standard deviation at 0, not 2):
 
     python leanrl/fast_sac_torchcompile.py --compile --cudagraphs --env-backend envpool --num-envs 4096 \\
         --updates-per-step 0.002 --batch-size 8192 --buffer-size 4194304 --policy-frequency 4 --policy-lr 3e-4 \\
@@ -55,7 +55,7 @@ class Args(RunArgs):
     env_id: str = "HalfCheetah-v5"
     """Gymnasium environment with continuous actions; Dict observations are flattened in the order of their keys"""
     total_timesteps: int = 1_000_000
-    """environment steps of the whole run, rounded down to whole steps of all environments"""
+    """environment steps of the whole run, rounded down to a multiple of --num-envs"""
     seed: int = 1
     """seed of the environments, the networks, the sampling and the noise"""
     device: str = "auto"
@@ -67,14 +67,14 @@ class Args(RunArgs):
     log_every: int = 1_000
     """environment steps between log points"""
     checkpoint_replay: bool = True
-    """write the replay into checkpoints; without it a resumed run fills a new one before it trains on"""
+    """save the replay in checkpoints; without it, a resumed run first refills an empty replay"""
 
     compile: bool = False
     """compile the training step with torch.compile"""
     cudagraphs: bool = False
     """replay the training step as a CUDA graph (tensordict's CudaGraphModule)"""
     one_graph: bool = False
-    """replay all between two steps of the environments as one CUDA graph of our own (implies --cudagraphs)"""
+    """replay everything between two environment steps as one hand-captured CUDA graph (implies --cudagraphs)"""
     env_backend: EnvBackend = "gymnasium"
     """gymnasium steps the environments in this process, envpool on C++ threads (faster with many environments)"""
 
@@ -85,31 +85,31 @@ class Args(RunArgs):
     num_envs: int = 16
     """environments stepped together"""
     buffer_size: int = 1_000_000
-    """transitions that the replay keeps"""
+    """capacity of the replay, in transitions"""
     gamma: float = 0.99
     """discount"""
     tau: float = 0.125
-    """Polyak averaging of the target networks: the weight of the trained ones in an update"""
+    """weight of the trained networks in the Polyak average of the target networks"""
     batch_size: int = 256
-    """transitions of an update"""
+    """transitions per update"""
     learning_starts: int = 5_000
     """environment steps with random actions before the first update"""
     updates_per_step: float = 0.25
-    """updates of the critics per environment step, N for N environments that step together; resets count as steps"""
+    """critic updates per environment step; stepping N environments once counts as N, and resets count too"""
     policy_frequency: int = 2
-    """updates of the critics for each update of the actor"""
+    """critic updates per actor update"""
     num_atoms: int = 51
-    """returns that the critics tell apart, evenly spaced from --v-min to --v-max"""
+    """atoms of the critics' return distributions, evenly spaced from --v-min to --v-max"""
     v_min: float = -100.0
     """lowest return that the critics can predict"""
     v_max: float = 1_000.0
     """highest return that the critics can predict"""
     autotune: bool = True
-    """learn the entropy coefficient, so that the policy's entropy is about that of --target-entropy-ratio"""
+    """learn the entropy coefficient, for the target entropy that --target-entropy-ratio sets"""
     alpha: float = 1.0
-    """the entropy coefficient, with --autotune at the start"""
+    """the entropy coefficient; with --autotune, its initial value"""
     target_entropy_ratio: float = 1.0
-    """the entropy that --autotune aims at is minus this times the number of action dimensions"""
+    """the target entropy of --autotune is minus this times the number of action dimensions"""
 
 
 def validate(args: Args) -> None:
@@ -127,7 +127,7 @@ def validate(args: Args) -> None:
 
 
 class Critics(nn.Module):
-    """Two distributional Q-networks, side by side: how likely they hold each of ``atoms`` [num_atoms], the returns."""
+    """Two distributional Q-networks, side by side: each predicts probabilities of the returns ``atoms`` [num_atoms]."""
 
     def __init__(self, obs_dim: int, action_dim: int, args: Args) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class Critics(nn.Module):
         self.norm2 = Float32TwinLayerNorm(128)
         self.fc3 = Float32TwinLinear(128, args.num_atoms)
         self.register_buffer("atoms", torch.linspace(args.v_min, args.v_max, args.num_atoms))
-        # Returns near 0 at first: bootstrapping forgets slowly what it begins with.
+        # The first predictions are near 0: bootstrapping is slow to forget its initial values.
         nn.init.zeros_(self.fc3.weight)
         with torch.no_grad():
             self.fc3.bias.copy_(-self.atoms.abs() / (self.atoms[1] - self.atoms[0]))
@@ -178,7 +178,7 @@ class Actor(nn.Module):
         x = F.relu(self.norm2(self.fc2(x)))
         mean, log_std = self.fc_heads(x).chunk(2, 1)
         log_std = torch.tanh(log_std)
-        # From https://github.com/denisyarats/pytorch_sac; a clamp would have no gradient beyond its ends.
+        # From https://github.com/denisyarats/pytorch_sac; a clamp would have no gradient outside its bounds.
         return mean, LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (log_std + 1)
 
     def get_action(self, obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -197,11 +197,11 @@ class Actor(nn.Module):
 
 
 def project(probs: torch.Tensor, returns: torch.Tensor, atoms: torch.Tensor) -> torch.Tensor:
-    """The categorical projection of C51 (https://arxiv.org/abs/1707.06887): a return counts for its two neighbours.
+    """C51's categorical projection (https://arxiv.org/abs/1707.06887): splits a return between neighbouring atoms.
 
     Args:
         probs: of the returns, [B, num_atoms].
-        returns: [B, num_atoms]; those beyond the ends of ``atoms`` count as the ends.
+        returns: [B, num_atoms]; clamped to the range of ``atoms``.
         atoms: evenly spaced, [num_atoms].
 
     Returns:
@@ -222,7 +222,7 @@ def target_distribution(
     batch: Batch,
     args: Args,
 ) -> torch.Tensor:
-    """The critics' target: the distribution of the soft value, by the mean of two critics.
+    """The critics' target: the distribution of the soft value, averaged over two critics.
 
     Args:
         next_actions, next_log_pi: the policy's for ``batch.next_obs``, [B, action_dim] and [B].
@@ -252,14 +252,14 @@ def actor_loss(
 
 
 def alpha_loss(log_alpha: torch.Tensor, log_pi: torch.Tensor, target_entropy: float) -> torch.Tensor:
-    """SAC's loss of the entropy coefficient, for log-probabilities [B] of the policy's own actions."""
+    """SAC's loss for the entropy coefficient, from log-probabilities [B] of the policy's own actions."""
     return (-log_alpha.exp() * (log_pi + target_entropy)).mean()
 
 
 class Losses(NamedTuple):
-    """What an update logs: it writes these tensors."""
+    """What an update logs: it writes into these tensors."""
 
-    qf_values: torch.Tensor  # [2], one number for each critic
+    qf_values: torch.Tensor  # [2], one per critic
     qf_loss: torch.Tensor  # [2]
     actor_loss: torch.Tensor  # [1]
     alpha: torch.Tensor  # [1]
@@ -283,8 +283,8 @@ def make_update(
 ) -> tuple[Callable, Losses]:
     """The function that trains on one batch, and the losses that it writes.
 
-    ``update(with_actor)``: the flag says whether this update trains the actor too, besides the critics and the entropy
-    coefficient ``log_alpha.exp()``.
+    ``update(with_actor)``: every update trains the critics and the entropy coefficient ``log_alpha.exp()``; the flag
+    says whether this one also trains the actor.
     """
     device = replay.rows.device
     target_entropy = -args.target_entropy_ratio * len(actor.low)
@@ -298,7 +298,7 @@ def make_update(
     def update(with_actor: bool) -> None:
         batch = replay.sample(args.batch_size)
         batch = batch._replace(obs=obs_moments(batch.obs), next_obs=obs_moments(batch.next_obs))
-        # Drawn at once: where PyTorch before 2.13 compiles an update, it may change the order of draws within.
+        # Drawn all at once: before 2.13, PyTorch may change the order of random draws within a compiled update.
         draws = batch.actions.new_empty(1 + with_actor, *batch.actions.shape).normal_()
         noise = dict(zip(("target", "actor"), draws, strict=False))
         with autocast():
@@ -339,10 +339,11 @@ def make_update(
 
 
 def make_acting(actor: Actor, obs_moments: RunningMoments, replay: Replay, last: LastStep) -> tuple[Callable, ...]:
-    """What happens between two steps of the environments, around the updates.
+    """What happens between two environment steps, before and after the updates.
 
     Returns:
-        ``observe(timestep)``: writes a transition to the replay, and its end to the moments; ``timestep``
+        ``observe(timestep)``: writes a transition to the replay, and adds its next observation to the
+        moments; ``timestep``
         [N, obs_dim + 3], the rows of a TimestepBuffer, is what the environments returned for ``last.actions``;
         ``act()``: actions [N, action_dim] sampled from the policy;
         ``explore()``: random actions instead.
@@ -382,15 +383,15 @@ def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray
 # ------------------------------------------------------------------------------------------------------- EXECUTABLES
 
 
-# The density of a squashed action is a difference of nearly equal numbers where tanh is near 1: no shortcuts there.
+# Near |tanh| = 1 the density of a squashed action subtracts nearly equal numbers: tanh must be exact there.
 EXACT_TANH = {"cpp.use_decompose_tanh": False}
 
 
 def make_executables(observe: Callable, update: Callable, act: Callable, args: Args, device: torch.device) -> Callable:
     """The function ``advance(timestep_cpu, turns) -> actions``, compiled and captured as the flags say.
 
-    It observes, takes an update for each of ``turns``, its arguments, and acts: all as one executable for at most one
-    update, as several for more. ``timestep_cpu`` is pinned where the device is a GPU.
+    It observes, does one update for each entry of ``turns`` (the update's arguments) and acts. For at most one update
+    this is a single executable, for more it is several. ``timestep_cpu`` is pinned if the device is a GPU.
     """
     # Each is compiled by its first call, so those that a run does not need cost nothing.
     compiled = partial(make_executable, device=device, compile=args.compile, cudagraphs=False, **EXACT_TANH)
@@ -475,7 +476,7 @@ def main(args: Args) -> None:
 
         timestep_buffer = TimestepBuffer(args.num_envs, obs_dim, device)
         with run.warmup(), untouched([*state.tensors(), *last], device):
-            # A step that only resets is not stored, and there must be a transition to sample.
+            # This step is a reset, so it is not stored; the replay must pretend to have a transition to sample.
             timestep_cpu = timestep_buffer.write(0.0, 0.0, 0.0, dones=1.0)
             last.resets.fill_(1.0)
             replay.size.clamp_(min=1)

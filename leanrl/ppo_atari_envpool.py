@@ -1,9 +1,9 @@
 """Proximal Policy Optimization (PPO) on Atari games over EnvPool: the readable eager reference.
 
 Paper: https://arxiv.org/abs/1707.06347. Algorithm, names, hyperparameters and structure follow CleanRL's
-https://docs.cleanrl.dev/rl-algorithms/ppo/#ppo_atari_envpoolpy; what differs: games that run out of time are
+https://docs.cleanrl.dev/rl-algorithms/ppo/#ppo_atari_envpoolpy; what differs: truncated games are
 bootstrapped from their true last observation, and steps that only reset an environment are left out of the loss.
-The same program made fast is ppo_atari_envpool_torchcompile.py.
+ppo_atari_envpool_torchcompile.py is the same program, made fast.
 
     python leanrl/ppo_atari_envpool.py --env-id Breakout-v5
     python leanrl/ppo_atari_envpool.py --env-id Pong-v5 --seed 2 --save-model --capture-video
@@ -46,7 +46,7 @@ class Args(RunArgs):
     device: str = "auto"
     """auto, cpu, cuda or cuda:N"""
     amp: Literal["none", "bf16"] = "none"
-    """bf16 runs the network under autocast, its two heads left out"""
+    """bf16 runs the network under autocast, except for its two heads"""
     num_threads: int | None = None
     """CPU threads of PyTorch; by default all cores"""
 
@@ -57,7 +57,7 @@ class Args(RunArgs):
     num_steps: int = 128
     """steps of each environment in a rollout"""
     anneal_lr: bool = True
-    """let the learning rate fall linearly to 0"""
+    """anneal the learning rate linearly to 0"""
     gamma: float = 0.99
     """discount"""
     gae_lambda: float = 0.95
@@ -108,7 +108,7 @@ def layer_init(layer: nn.Module, std: float = np.sqrt(2), bias_const: float = 0.
 
 
 class Agent(nn.Module):
-    """The network of https://doi.org/10.1038/nature14236, shared by a policy's and a value's head."""
+    """The network of https://doi.org/10.1038/nature14236, shared by the policy and value heads."""
 
     def __init__(self, num_actions: int) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Agent(nn.Module):
     def forward(self, obs: torch.Tensor) -> tuple[Categorical, torch.Tensor]:
         """uint8 [B, 4, 84, 84] -> distribution of the actions [B], value [B]"""
         hidden = self.network(obs / 255.0)
-        # In bf16 a value would have only three digits.
+        # In bf16 a value would have only three significant digits.
         with torch.autocast(obs.device.type, enabled=False):
             hidden = hidden.float()
             return Categorical(logits=self.actor(hidden), validate_args=False), self.critic(hidden).squeeze(-1)
@@ -150,9 +150,9 @@ class Minibatch(NamedTuple):
 
 
 class Rollout(Minibatch):
-    """T steps of N environments, and what the last one led to, in memory that is allocated once: [T + 1, N, ...] each.
+    """T steps of N environments and the observation after them, in memory that is allocated once: [T + 1, N, ...] each.
 
-    Advantages, returns and weights are those of the first T alone.
+    Advantages, returns and weights have no meaningful last row.
     """
 
     @classmethod
@@ -161,14 +161,14 @@ class Rollout(Minibatch):
         shape = args.num_steps + 1, args.num_envs
         channels, *size = obs.shape[1:]
         return cls(
-            # Channels last, as the convolutions want them: nothing has to be rearranged in an update.
+            # Channels last, as the convolutions expect: an update has nothing to rearrange.
             torch.zeros(*shape, *size, channels, dtype=obs.dtype, device=obs.device).movedim(-1, 2),
             torch.zeros(shape, dtype=torch.int64, device=obs.device),
             *(torch.zeros(shape, device=obs.device) for _ in range(5)),
         )
 
     def minibatch(self, inds: torch.Tensor) -> Minibatch:
-        """Rows ``inds`` [B], counted through steps and environments."""
+        """Rows ``inds`` [B] of the flattened steps and environments."""
         return Minibatch(*(column.flatten(0, 1)[inds] for column in self))
 
 
@@ -185,9 +185,9 @@ def compute_gae(
 ) -> torch.Tensor:
     """Generalised advantage estimation (https://arxiv.org/abs/1506.02438, equation 16).
 
-    ``values[t + 1]`` values the observation that step t led to, the true last one where step t ended an episode: it is
-    bootstrapped from unless the episode terminated, and ``dones`` (terminated or truncated) ends the sum. Advantages
-    of steps that only reset an environment mean nothing, and reach no other step.
+    ``values[t + 1]`` is the value of the observation after step t, the true last one if step t ended an episode. It is
+    bootstrapped from unless the episode terminated; ``dones`` (terminated or truncated) ends the sum. Advantages of
+    steps that only reset an environment are meaningless, and affect no other step.
 
     Args:
         rewards, terminations, dones: [T, N]; the flags as floats.
@@ -238,7 +238,7 @@ class Losses(NamedTuple):
 
 
 def ppo_loss(agent: Agent, minibatch: Minibatch, args: Args) -> tuple[torch.Tensor, Losses]:
-    """PPO's clipped loss over one minibatch, and what is logged of it (detached)."""
+    """PPO's clipped loss over one minibatch, and what is logged (detached)."""
     obs, actions, logprobs, advantages, returns, values, weights = minibatch
     probs, newvalue = agent(obs)
     logratio = probs.log_prob(actions) - logprobs
@@ -315,7 +315,7 @@ def policy_step(agent: Agent, rollout: Rollout, step: int, obs: torch.Tensor, ar
 def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
     """The policy of a saved model: observations uint8 [N, 4, 84, 84] -> actions [N], sampled as in training.
 
-    The likeliest action alone can stay for ever where it does nothing, say before Breakout's next ball.
+    The most likely action alone can do nothing for ever, say before Breakout's next ball.
     """
     agent = Agent(int(envs.single_action_space.n))
     agent.load_state_dict(model["agent"])
@@ -399,7 +399,7 @@ def main(args: Args) -> None:
                 run.optimizer_steps += args.num_minibatches
                 if args.target_kl is not None and Losses(*losses).approx_kl > args.target_kl:
                     break
-            if iteration == first_iteration < num_iterations:  # a GPU's libraries are set up with the first update
+            if iteration == first_iteration < num_iterations:  # the first update sets up a GPU's libraries
                 run.start_clock()
 
             live = rollout.weights[:-1] > 0

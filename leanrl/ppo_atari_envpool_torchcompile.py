@@ -1,6 +1,6 @@
 """Proximal Policy Optimization (PPO) on Atari games over EnvPool, made fast with torch.compile and CUDA graphs.
 
-The same program as ppo_atari_envpool.py: read that first, then a diff of the two, which shows what was made fast.
+The same program as ppo_atari_envpool.py: read that first, then diff the two to see what was made fast.
 ``--compile``, ``--cudagraphs`` and ``--one-graph`` can be switched on one by one.
 
     python leanrl/ppo_atari_envpool_torchcompile.py --env-id Breakout-v5 --compile
@@ -8,10 +8,10 @@ The same program as ppo_atari_envpool.py: read that first, then a diff of the tw
     python leanrl/ppo_atari_envpool_torchcompile.py --compile --cudagraphs --num-env-groups 2   # on a CUDA device
     python leanrl/ppo_atari_envpool_torchcompile.py --compile --one-graph                       # likewise
 
-What differs (``python -m leanrl.tools.ablate --rows atari`` measures what most of it is worth):
-- a step of the environments costs one call: act, with random numbers drawn before the rollout, and write to it; with
-  ``--num-env-groups 2`` half of the environments play while the others' actions are computed;
-- Adam's step is one that torch.compile traces, as it does ``loss.backward()``: an update is one graph, its gather too;
+What differs (``python -m leanrl.tools.ablate --rows atari`` measures the gain of most of it):
+- an environment step costs one call: act, with random numbers drawn before the rollout, and write to the rollout; with
+  ``--num-env-groups 2`` half of the environments step while the actions of the other half are computed;
+- torch.compile traces ``loss.backward()`` and the step of our own Adam, so an update is one graph, gather included;
 - GAE is a scan;
 - with ``--one-graph`` a step is one CUDA graph, copies included, and an epoch another (leanrl/support/onegraph.py).
 
@@ -64,7 +64,7 @@ class Args(RunArgs):
     device: str = "auto"
     """auto, cpu, cuda or cuda:N"""
     amp: Literal["none", "bf16"] = "none"
-    """bf16 runs the network under autocast, its two heads left out"""
+    """bf16 runs the network under autocast, except for its two heads"""
     num_threads: int | None = None
     """CPU threads of the update; by default all cores. Acting uses 1."""
     compile: bool = False
@@ -72,10 +72,10 @@ class Args(RunArgs):
     cudagraphs: bool = False
     """replay the policy step and the update as CUDA graphs (tensordict's CudaGraphModule)"""
     one_graph: bool = False
-    """replay all between two steps of the environments as one CUDA graph of our own, and an epoch as another (implies
-    --cudagraphs)"""
+    """replay everything between two environment steps as one hand-captured CUDA graph, and an epoch as another
+    (implies --cudagraphs)"""
     num_env_groups: int = 1
-    """pools of environments that are stepped in turn: one plays while another's actions are computed"""
+    """groups of environments that are stepped in turn: one steps while another's actions are computed"""
 
     learning_rate: float = 2.5e-4
     """learning rate of Adam"""
@@ -84,7 +84,7 @@ class Args(RunArgs):
     num_steps: int = 128
     """steps of each environment in a rollout"""
     anneal_lr: bool = True
-    """let the learning rate fall linearly to 0"""
+    """anneal the learning rate linearly to 0"""
     gamma: float = 0.99
     """discount"""
     gae_lambda: float = 0.95
@@ -137,7 +137,7 @@ def layer_init(layer: nn.Module, std: float = np.sqrt(2), bias_const: float = 0.
 
 
 class Agent(nn.Module):
-    """The network of https://doi.org/10.1038/nature14236, shared by a policy's and a value's head."""
+    """The network of https://doi.org/10.1038/nature14236, shared by the policy and value heads."""
 
     def __init__(self, num_actions: int) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class Agent(nn.Module):
     def forward(self, obs: torch.Tensor) -> tuple[Categorical, torch.Tensor]:
         """uint8 [B, 4, 84, 84] -> distribution of the actions [B], value [B]"""
         hidden = self.network(obs / 255.0)
-        # In bf16 a value would have only three digits.
+        # In bf16 a value would have only three significant digits.
         with torch.autocast(obs.device.type, enabled=False):
             hidden = hidden.float()
             return Categorical(logits=self.actor(hidden), validate_args=False), self.critic(hidden).squeeze(-1)
@@ -179,9 +179,9 @@ class Minibatch(NamedTuple):
 
 
 class Rollout(Minibatch):
-    """T steps of N environments, and what the last one led to, in memory that is allocated once: [T + 1, N, ...] each.
+    """T steps of N environments and the observation after them, in memory that is allocated once: [T + 1, N, ...] each.
 
-    Advantages, returns and weights are those of the first T alone.
+    Advantages, returns and weights have no meaningful last row.
     """
 
     @classmethod
@@ -190,14 +190,14 @@ class Rollout(Minibatch):
         shape = args.num_steps + 1, args.num_envs
         channels, *size = obs.shape[1:]
         return cls(
-            # Channels last, as the convolutions want them: nothing has to be rearranged in an update.
+            # Channels last, as the convolutions expect: an update has nothing to rearrange.
             torch.zeros(*shape, *size, channels, dtype=obs.dtype, device=obs.device).movedim(-1, 2),
             torch.zeros(shape, dtype=torch.int64, device=obs.device),
             *(torch.zeros(shape, device=obs.device) for _ in range(5)),
         )
 
     def minibatch(self, inds: torch.Tensor) -> Minibatch:
-        """Rows ``inds`` [B], counted through steps and environments."""
+        """Rows ``inds`` [B] of the flattened steps and environments."""
         return Minibatch(*(column.flatten(0, 1)[inds] for column in self))
 
 
@@ -214,9 +214,9 @@ def compute_gae(
 ) -> torch.Tensor:
     """Generalised advantage estimation (https://arxiv.org/abs/1506.02438, equation 16).
 
-    ``values[t + 1]`` values the observation that step t led to, the true last one where step t ended an episode: it is
-    bootstrapped from unless the episode terminated, and ``dones`` (terminated or truncated) ends the sum. Advantages
-    of steps that only reset an environment mean nothing, and reach no other step.
+    ``values[t + 1]`` is the value of the observation after step t, the true last one if step t ended an episode. It is
+    bootstrapped from unless the episode terminated; ``dones`` (terminated or truncated) ends the sum. Advantages of
+    steps that only reset an environment are meaningless, and affect no other step.
 
     Args:
         rewards, terminations, dones: [T, N]; the flags as floats.
@@ -267,7 +267,7 @@ class Losses(NamedTuple):
 
 
 def ppo_loss(agent: Agent, minibatch: Minibatch, args: Args) -> tuple[torch.Tensor, Losses]:
-    """PPO's clipped loss over one minibatch, and what is logged of it (detached)."""
+    """PPO's clipped loss over one minibatch, and what is logged (detached)."""
     obs, actions, logprobs, advantages, returns, values, weights = minibatch
     probs, newvalue = agent(obs)
     logratio = probs.log_prob(actions) - logprobs
@@ -337,18 +337,18 @@ def make_policy_step(agent: Agent, rollout: Rollout, noise: torch.Tensor, args: 
         noise: [(T + 1) * G, n, num_actions] for G groups of n environments, row t * G + g for step t of group g.
 
     Returns:
-        ``policy_step(obs)``: [n, ...] -> actions [n] of one group, whose step it writes to the rollout's next row;
-        ``start()``: to be called before each rollout, draws the noise.
+        ``policy_step(obs)``: [n, ...] -> actions [n] of one group; writes the step to the rollout's next row;
+        ``start()``: draws the noise; call it before each rollout.
     """
     device_type = rollout.obs.device.type
     row = torch.zeros(1, dtype=torch.int64, device=noise.device)  # where the next step goes
-    # In the order of their memory: of any other view, TorchInductor would copy all steps to write one.
+    # In memory order: with any other view, TorchInductor would copy all steps to write one.
     columns = rollout.obs.movedim(2, -1), rollout.actions, rollout.logprobs, rollout.values
     rows = [column.flatten(0, 1).unflatten(0, noise.shape[:2]) for column in columns]
 
     acting = agent
     if args.amp == "bf16":
-        # Its matrices are rounded once a rollout, which autocast would do at every step.
+        # Its weights are rounded once per rollout; autocast would do so at every step.
         acting = deepcopy(agent)
         acting.network.bfloat16()
 
@@ -379,7 +379,7 @@ def make_policy_step(agent: Agent, rollout: Rollout, noise: torch.Tensor, args: 
 def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
     """The policy of a saved model: observations uint8 [N, 4, 84, 84] -> actions [N], sampled as in training.
 
-    The likeliest action alone can stay for ever where it does nothing, say before Breakout's next ball.
+    The most likely action alone can do nothing for ever, say before Breakout's next ball.
     """
     agent = Agent(int(envs.single_action_space.n))
     agent.load_state_dict(model["agent"])
@@ -397,13 +397,13 @@ def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray
 
 
 def make_executables(policy_step: Callable, update: Callable, obs: torch.Tensor, args: Args) -> tuple[Callable, ...]:
-    """``policy_step`` and ``update``, compiled and captured as the flags say, with what moves their inputs around them.
+    """``policy_step`` and ``update``, compiled and captured as the flags say, and with the copies of their inputs.
 
     Args:
-        obs: [n, ...], what ``policy_step`` takes; its memory is used.
+        obs: [n, ...], an input of ``policy_step``; its memory is reused.
 
     Returns:
-        ``act(obs)``: a pool's observations [n, ...] -> actions [n], both NumPy's arrays;
+        ``act(obs)``: a pool's observations [n, ...] -> actions [n], both NumPy arrays;
         ``train(b_inds)``: an epoch over the rows ``b_inds``; returns the last minibatch's losses.
     """
     device = obs.device
@@ -420,7 +420,7 @@ def make_executables(policy_step: Callable, update: Callable, obs: torch.Tensor,
     if not args.one_graph:
         return act, train
 
-    # One graph acts, from the frames in pinned memory to the actions in pinned memory, and one trains for an epoch: so
+    # One graph acts, from frames in pinned memory to actions in pinned memory. Another trains for one epoch, so that
     # --target-kl can stop between epochs.
     obs_cpu, actions_cpu = pinned_like(obs), pinned_like(obs.new_zeros(len(obs), dtype=torch.int64))
     inds = torch.zeros(args.num_envs * args.num_steps, dtype=torch.int64, device=device)
@@ -488,7 +488,7 @@ def main(args: Args) -> None:
             optimizer.load_state_dict(run.resumed["optimizer"])
 
         with run.warmup(), untouched(state_dict(), device):
-            # TorchInductor builds the number of threads into a CPU's kernels, so each is compiled with its own.
+            # TorchInductor compiles the number of threads into CPU kernels, so each function is compiled with its own.
             for _ in range(WARMUP_CALLS if args.cudagraphs else 1):
                 start_rollout()
                 torch.set_num_threads(1)
@@ -510,7 +510,7 @@ def main(args: Args) -> None:
                 frac = 1.0 - (iteration - 1.0) / num_iterations
                 optimizer.param_groups[0]["lr"].fill_(frac * args.learning_rate)
 
-            # A second thread of PyTorch's would wait for work by spinning, on a core that the environments need.
+            # A second PyTorch thread would spin while it waits for work, on a core that the environments need.
             torch.set_num_threads(1)
             start_rollout()
             for pool, obs in zip(pools, next_obs, strict=True):
@@ -522,7 +522,7 @@ def main(args: Args) -> None:
                     rewards[step, group], terminations[step, group], dones[step, group] = reward, terminated, done
                     scores[step, group], game_ends[step, group] = whole_games(reward, done, infos)
                     actions = act(next_obs[i])
-                    # The last observation of the rollout is valued now, and acted upon after the update.
+                    # The rollout's last observation gets its value now; the policy acts on it after the update.
                     if step < args.num_steps - 1:
                         pool.send(actions)
             torch.set_num_threads(num_threads)

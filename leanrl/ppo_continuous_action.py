@@ -1,7 +1,7 @@
 """Proximal Policy Optimization (PPO) with continuous actions: the readable eager reference.
 
 Paper: https://arxiv.org/abs/1707.06347. Algorithm, names, hyperparameters and structure follow CleanRL's
-https://docs.cleanrl.dev/rl-algorithms/ppo/#ppo_continuous_actionpy; what differs: episodes that run out of time are
+https://docs.cleanrl.dev/rl-algorithms/ppo/#ppo_continuous_actionpy; what differs: truncated episodes are
 bootstrapped from their true last observation, and steps that only reset an environment are left out of the loss.
 ppo_continuous_action_torchcompile.py is the same program, made fast.
 
@@ -54,7 +54,7 @@ class Args(RunArgs):
     num_steps: int = 2048
     """steps of each environment in a rollout"""
     anneal_lr: bool = True
-    """let the learning rate fall linearly to 0"""
+    """anneal the learning rate linearly to 0"""
     gamma: float = 0.99
     """discount"""
     gae_lambda: float = 0.95
@@ -130,7 +130,7 @@ class Agent(nn.Module):
         return self.critic(obs).squeeze(-1)
 
     def get_policy(self, obs: torch.Tensor) -> Normal:
-        """[..., obs_dim] -> the distribution of each number of the actions [..., action_dim]"""
+        """[..., obs_dim] -> the distribution of each component of the actions [..., action_dim]"""
         action_mean = self.actor_mean(obs)
         return Normal(action_mean, self.actor_logstd.exp().expand_as(action_mean), validate_args=False)
 
@@ -151,9 +151,9 @@ class Minibatch(NamedTuple):
 
 
 class Rollout(Minibatch):
-    """T steps of N environments, and what the last one led to, in memory that is allocated once: [T + 1, N, ...] each.
+    """T steps of N environments and the observation after them, in memory that is allocated once: [T + 1, N, ...] each.
 
-    All but observations and values are those of the first T alone.
+    Only observations and values have a meaningful last row.
     """
 
     @classmethod
@@ -162,7 +162,7 @@ class Rollout(Minibatch):
         return cls(*(torch.zeros((num_steps + 1, num_envs, *shape), device=device) for shape in shapes))
 
     def minibatch(self, inds: torch.Tensor) -> Minibatch:
-        """Rows ``inds`` [B], counted through steps and environments."""
+        """Rows ``inds`` [B] of the flattened steps and environments."""
         return Minibatch(*(column.flatten(0, 1)[inds] for column in self))
 
 
@@ -179,9 +179,9 @@ def compute_gae(
 ) -> torch.Tensor:
     """Generalised advantage estimation (https://arxiv.org/abs/1506.02438, equation 16).
 
-    ``values[t + 1]`` values the observation that step t led to, the true last one where step t ended an episode: it is
-    bootstrapped from unless the episode terminated, and ``dones`` (terminated or truncated) ends the sum. Advantages
-    of steps that only reset an environment mean nothing, and reach no other step.
+    ``values[t + 1]`` is the value of the observation after step t, the true last one if step t ended an episode. It is
+    bootstrapped from unless the episode terminated; ``dones`` (terminated or truncated) ends the sum. Advantages of
+    steps that only reset an environment are meaningless, and affect no other step.
 
     Args:
         rewards, terminations, dones: [T, N]; the flags as floats.
@@ -213,7 +213,7 @@ class Losses(NamedTuple):
 
 
 def ppo_loss(agent: Agent, minibatch: Minibatch, args: Args) -> tuple[torch.Tensor, Losses]:
-    """PPO's clipped loss over one minibatch, and what is logged of it (detached)."""
+    """PPO's clipped loss over one minibatch, and what is logged (detached)."""
     obs, actions, logprobs, advantages, returns, values, weights = minibatch
     probs, newvalue = agent.get_policy(obs), agent.get_value(obs)
     logratio = probs.log_prob(actions).sum(1) - logprobs
@@ -273,7 +273,7 @@ def wrap_envs(envs: gym.vector.VectorEnv, gamma: float) -> gym.vector.VectorEnv:
     """CleanRL's wrappers: episode statistics, clipped actions, normalised and clipped observations and rewards."""
     envs = gym.wrappers.vector.RecordEpisodeStatistics(envs)
     envs = gym.wrappers.vector.ClipAction(envs)
-    # The moments would be float32 where observations are.
+    # Otherwise float32 observations would have float32 moments.
     envs = gym.wrappers.vector.TransformObservation(envs, lambda obs: obs.astype(np.float64))
     envs = gym.wrappers.vector.NormalizeObservation(envs)
     envs = gym.wrappers.vector.TransformObservation(envs, lambda obs: np.clip(obs, -10, 10))
@@ -403,7 +403,7 @@ def main(args: Args) -> None:
                     run.optimizer_steps += 1
                 if args.target_kl is not None and Losses(*losses).approx_kl > args.target_kl:
                     break
-            if iteration == first_iteration < num_iterations:  # a GPU's libraries are set up with the first update
+            if iteration == first_iteration < num_iterations:  # the first update sets up a GPU's libraries
                 run.start_clock()
 
             live = rollout.weights > 0

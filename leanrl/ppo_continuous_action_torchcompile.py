@@ -1,16 +1,16 @@
 """Proximal Policy Optimization (PPO) with continuous actions, made fast with torch.compile and CUDA graphs.
 
-The same program as ppo_continuous_action.py: read that first, a diff of the two shows what was made fast. ``--compile``
-and ``--cudagraphs`` can be switched on one by one.
+The same program as ppo_continuous_action.py: read that first, then diff the two to see what was made fast.
+``--compile`` and ``--cudagraphs`` can be switched on one by one.
 
     python leanrl/ppo_continuous_action_torchcompile.py --env-id HalfCheetah-v5 --compile
     python leanrl/ppo_continuous_action_torchcompile.py --num-envs 64 --env-backend envpool --compile
     python leanrl/ppo_continuous_action_torchcompile.py --compile --cudagraphs      # on a CUDA device
 
-What differs, each with its measured gain in doc/optimizations.md:
+What differs (doc/optimizations.md gives the measured gain of each):
 - a minibatch costs one call: gather, loss, backward, clipping and Adam are one graph;
-- a step of the environment costs one call: normalise, write to the rollout, act with noise drawn before. What does not
-  decide an action (values, log-probabilities, normalised rewards) waits for the end of the rollout, for one batch.
+- an environment step costs one call: normalise, write to the rollout, act with noise drawn beforehand. What acting does
+  not need (values, log-probabilities, normalised rewards) is computed at the end of the rollout, in one batch.
 
 Measured speed and learning curves: doc/benchmarks/ppo_continuous_action.md
 """
@@ -69,7 +69,7 @@ class Args(RunArgs):
     num_steps: int = 2048
     """steps of each environment in a rollout"""
     anneal_lr: bool = True
-    """let the learning rate fall linearly to 0"""
+    """anneal the learning rate linearly to 0"""
     gamma: float = 0.99
     """discount"""
     gae_lambda: float = 0.95
@@ -145,7 +145,7 @@ class Agent(nn.Module):
         return self.critic(obs).squeeze(-1)
 
     def get_policy(self, obs: torch.Tensor) -> Normal:
-        """[..., obs_dim] -> the distribution of each number of the actions [..., action_dim]"""
+        """[..., obs_dim] -> the distribution of each component of the actions [..., action_dim]"""
         action_mean = self.actor_mean(obs)
         return Normal(action_mean, self.actor_logstd.exp().expand_as(action_mean), validate_args=False)
 
@@ -166,9 +166,9 @@ class Minibatch(NamedTuple):
 
 
 class Rollout(Minibatch):
-    """T steps of N environments, and what the last one led to, in memory that is allocated once: [T + 1, N, ...] each.
+    """T steps of N environments and the observation after them, in memory that is allocated once: [T + 1, N, ...] each.
 
-    All but observations and values are those of the first T alone.
+    Only observations and values have a meaningful last row.
     """
 
     @classmethod
@@ -177,7 +177,7 @@ class Rollout(Minibatch):
         return cls(*(torch.zeros((num_steps + 1, num_envs, *shape), device=device) for shape in shapes))
 
     def minibatch(self, inds: torch.Tensor) -> Minibatch:
-        """Rows ``inds`` [B], counted through steps and environments."""
+        """Rows ``inds`` [B] of the flattened steps and environments."""
         return Minibatch(*(column.flatten(0, 1)[inds] for column in self))
 
 
@@ -194,9 +194,9 @@ def compute_gae(
 ) -> torch.Tensor:
     """Generalised advantage estimation (https://arxiv.org/abs/1506.02438, equation 16).
 
-    ``values[t + 1]`` values the observation that step t led to, the true last one where step t ended an episode: it is
-    bootstrapped from unless the episode terminated, and ``dones`` (terminated or truncated) ends the sum. Advantages
-    of steps that only reset an environment mean nothing, and reach no other step.
+    ``values[t + 1]`` is the value of the observation after step t, the true last one if step t ended an episode. It is
+    bootstrapped from unless the episode terminated; ``dones`` (terminated or truncated) ends the sum. Advantages of
+    steps that only reset an environment are meaningless, and affect no other step.
 
     Args:
         rewards, terminations, dones: [T, N]; the flags as floats.
@@ -228,7 +228,7 @@ class Losses(NamedTuple):
 
 
 def ppo_loss(agent: Agent, minibatch: Minibatch, args: Args) -> tuple[torch.Tensor, Losses]:
-    """PPO's clipped loss over one minibatch, and what is logged of it (detached)."""
+    """PPO's clipped loss over one minibatch, and what is logged (detached)."""
     obs, actions, logprobs, advantages, returns, values, weights = minibatch
     probs, newvalue = agent.get_policy(obs), agent.get_value(obs)
     logratio = probs.log_prob(actions).sum(1) - logprobs
@@ -294,16 +294,16 @@ def make_acting(
     high: np.ndarray,
     as_sums: bool,
 ) -> tuple[Callable, Callable, Callable]:
-    """The functions that take part in every step of the environment.
+    """The functions that are called at every environment step.
 
     Args:
         noise: [T + 1, N, action_dim], standard normal, drawn before each rollout.
-        row: [1], where the rollout is written next; acting counts it up.
+        row: [1], the row of the rollout that is written next; acting increments it.
         low, high: [action_dim], bounds of the actions.
         as_sums: act with mlp_as_sums.
 
     Returns:
-        ``observe(raw_obs)``: [N, obs_dim] is merged into the moments and written, normalised, to the rollout's row;
+        ``observe(raw_obs)``: adds [N, obs_dim] to the moments and writes them, normalised, to the rollout's row;
         ``act()``: an action [N, action_dim] for that row, clipped to the bounds;
         ``policy_step(raw_obs)``: both.
     """
@@ -341,7 +341,7 @@ def finish_rollout(
     resets: torch.Tensor,
     args: Args,
 ) -> None:
-    """Fills in what does not decide an action, all steps in one batch.
+    """Fills in what acting does not need, for all steps in one batch.
 
     Args:
         rewards, terminations, dones, resets: [T, N]; raw rewards, and flags as floats.
@@ -389,7 +389,7 @@ def main(args: Args) -> None:
     minibatch_size = batch_size // args.num_minibatches
     num_iterations = args.total_timesteps // batch_size
     num_threads = update_threads(args.num_threads, minibatch_size)
-    # And no more of set_cpu_numerics: oneDNN is slower than MKL at products this small.
+    # Nothing else of set_cpu_numerics: oneDNN is slower than MKL at products this small.
     torch.set_num_threads(num_threads)
     if args.capture_video:
         require_video(args.env_id, args.env_backend)
@@ -427,8 +427,8 @@ def main(args: Args) -> None:
             obs_moments.load_state_dict(run.resumed["obs_rms"])
             normalize_rewards.moments.load_state_dict(run.resumed["return_rms"])
 
-        # In float64 whatever the environments give, and in pinned memory on the way to a GPU, so that the copy does not
-        # wait for the device.
+        # float64 whatever the environments return; in pinned memory if the device is a GPU, so that the copy does not
+        # wait for it.
         obs_cpu = torch.from_numpy(envs.reset()[0].astype(np.float64))
         if device.type == "cuda":
             obs_cpu = obs_cpu.pin_memory()
@@ -441,7 +441,7 @@ def main(args: Args) -> None:
                 torch.set_num_threads(num_threads)
                 update(torch.arange(minibatch_size, device=device))
 
-        # What the environments say, on the CPU until the end of the rollout.
+        # What the environments return, on the CPU until the end of the rollout.
         rewards = np.zeros((args.num_steps, args.num_envs))
         terminations = np.zeros((args.num_steps, args.num_envs), bool)
         dones = np.zeros((args.num_steps, args.num_envs), bool)
@@ -458,7 +458,7 @@ def main(args: Args) -> None:
                 frac = 1.0 - (iteration - 1.0) / num_iterations
                 optimizer.param_groups[0]["lr"].fill_(frac * args.learning_rate)
 
-            # A second thread of PyTorch's would wait for work by spinning, on a core that the environments need.
+            # A second PyTorch thread would spin while it waits for work, on a core that the environments need.
             torch.set_num_threads(1)
             rollout.obs[0] = rollout.obs[-1]
             noise.normal_()
@@ -469,7 +469,7 @@ def main(args: Args) -> None:
                 dones[step] = terminations[step] | truncated
                 obs_cpu.numpy()[:] = obs
                 raw_obs = obs_cpu.to(device, non_blocking=True)
-                # The last observation of the rollout is acted upon after the update.
+                # The policy acts on the rollout's last observation after the update.
                 if step < args.num_steps - 1:
                     action = policy_step(raw_obs)
             observe(raw_obs)

@@ -2,9 +2,9 @@
 
 Paper: https://arxiv.org/abs/2407.04811. Q(lambda) on rollouts of several environments, with layer norm instead of a
 replay and a target network. Algorithm, names, hyperparameters and structure follow CleanRL's
-https://docs.cleanrl.dev/rl-algorithms/pqn/#pqnpy; what differs: episodes that run out of time are bootstrapped from
-their true last observation, steps that only reset an environment are left out of the loss, epsilon falls from rollout
-to rollout, and the optimiser is Adam, not RAdam. The same program made fast is pqn_torchcompile.py.
+https://docs.cleanrl.dev/rl-algorithms/pqn/#pqnpy; what differs: truncated episodes are bootstrapped from their true
+last observation, steps that only reset an environment are left out of the loss, epsilon decays once per rollout, and
+the optimiser is Adam, not RAdam. pqn_torchcompile.py is the same program, made fast.
 
     python leanrl/pqn.py --env-id CartPole-v1
     python leanrl/pqn.py --env-id Acrobot-v1 --seed 2 --save-model --capture-video
@@ -55,7 +55,7 @@ class Args(RunArgs):
     num_steps: int = 128
     """steps of each environment in a rollout"""
     anneal_lr: bool = True
-    """let the learning rate fall linearly to 0"""
+    """anneal the learning rate linearly to 0"""
     gamma: float = 0.99
     """discount"""
     q_lambda: float = 0.65
@@ -101,7 +101,7 @@ class QNetwork(nn.Sequential):
     """The value of each action in a state: [..., obs_dim] -> [..., num_actions]"""
 
     def __init__(self, obs_dim: int, num_actions: int) -> None:
-        # The layer norms are what keeps it stable without a target network.
+        # The layer norms keep it stable without a target network.
         super().__init__(
             layer_init(Float32Linear(obs_dim, 120)),
             nn.LayerNorm(120),
@@ -126,9 +126,9 @@ class Minibatch(NamedTuple):
 
 
 class Rollout(Minibatch):
-    """T steps of N environments, and what the last one led to, in memory that is allocated once: [T + 1, N, ...] each.
+    """T steps of N environments and the observation after them, in memory that is allocated once: [T + 1, N, ...] each.
 
-    All but observations are those of the first T alone.
+    Only observations have a meaningful last row.
     """
 
     @classmethod
@@ -141,7 +141,7 @@ class Rollout(Minibatch):
         )
 
     def minibatch(self, inds: torch.Tensor) -> Minibatch:
-        """Rows ``inds`` [B], counted through steps and environments."""
+        """Rows ``inds`` [B] of the flattened steps and environments."""
         return Minibatch(*(column.flatten(0, 1)[inds] for column in self))
 
 
@@ -156,14 +156,14 @@ def lambda_returns(
     gamma: float,
     q_lambda: float,
 ) -> torch.Tensor:
-    """Peng's Q(lambda), the targets of the values of the actions taken:
+    """Peng's Q(lambda), the targets for the actions taken:
 
         returns[t] = rewards[t] + gamma * (q_lambda * returns[t + 1] + (1 - q_lambda) * values[t + 1])
 
-    ``values[t + 1]`` is the best action's in the observation that step t led to, the true last one where step t ended
-    an episode. It takes the place of the whole bracket where ``dones`` (terminated or truncated) ends an episode, as 0
-    if that terminated, and at the end of the rollout. Returns of steps that only reset an environment mean nothing, and
-    reach no other step.
+    ``values[t + 1]`` is the best action's value in the observation after step t, the true last one if step t ended an
+    episode. At the end of the rollout, and where ``dones`` (terminated or truncated) ends an episode, it replaces the
+    whole bracket; after a termination it counts as 0. Returns of steps that only reset an environment are meaningless,
+    and affect no other step.
 
     Args:
         rewards, terminations, dones: [T, N]; the flags as floats.
@@ -211,7 +211,7 @@ class Losses(NamedTuple):
 
 
 def pqn_loss(q_network: QNetwork, minibatch: Minibatch) -> tuple[torch.Tensor, Losses]:
-    """Mean squared error over one minibatch; it and the mean value of the actions taken (detached)."""
+    """Mean squared error over one minibatch, and what is logged (detached)."""
     obs, actions, returns, weights = minibatch
     old_val = q_network(obs).gather(1, actions.unsqueeze(1)).squeeze(1)
     loss = weighted_mean((old_val - returns) ** 2, weights)
@@ -249,7 +249,7 @@ def make_update(q_network: QNetwork, optimizer: torch.optim.Adam, rollout: Rollo
 
 @torch.no_grad()
 def greedy(q_network: QNetwork, obs: torch.Tensor) -> torch.Tensor:
-    """The best actions: [N, obs_dim] -> [N]"""
+    """The greedy actions: [N, obs_dim] -> [N]"""
     return q_network(obs).argmax(1)
 
 
@@ -297,7 +297,7 @@ def main(args: Args) -> None:
             q_network.load_state_dict(run.resumed["q_network"])
             optimizer.load_state_dict(run.resumed["optimizer"])
 
-        # Actions and what they led to, on the CPU until the end of the rollout.
+        # Actions and their outcomes, on the CPU until the end of the rollout.
         shape = args.num_steps, args.num_envs
         obs, rewards = np.zeros((args.num_steps + 1, args.num_envs, obs_dim), np.float32), np.zeros(shape)
         terminations, dones = np.zeros((2, *shape), bool)
@@ -338,7 +338,7 @@ def main(args: Args) -> None:
                 for mb_inds in b_inds.split(minibatch_size):
                     losses = update(mb_inds)
                     run.optimizer_steps += 1
-            if iteration == first_iteration < num_iterations:  # a GPU's libraries are set up with the first update
+            if iteration == first_iteration < num_iterations:  # the first update sets up a GPU's libraries
                 run.start_clock()
 
             losses = {f"losses/{name}": value for name, value in Losses(*losses.tolist())._asdict().items()}

@@ -2,9 +2,9 @@
 
 Paper: https://arxiv.org/abs/2407.04811. pqn.py's algorithm in ppo_atari_envpool.py's loop. Algorithm, names,
 hyperparameters and structure follow CleanRL's https://docs.cleanrl.dev/rl-algorithms/pqn/#pqn_atari_envpoolpy; what
-differs: games that run out of time are bootstrapped from their true last observation, steps that only reset an
-environment are left out of the loss, epsilon falls from rollout to rollout, and the optimiser is Adam, not RAdam.
-The same program made fast is pqn_atari_envpool_torchcompile.py.
+differs: truncated games are bootstrapped from their true last observation, steps that only reset an environment are
+left out of the loss, epsilon decays once per rollout, and the optimiser is Adam, not RAdam.
+pqn_atari_envpool_torchcompile.py is the same program, made fast.
 
     python leanrl/pqn_atari_envpool.py --env-id Breakout-v5
     python leanrl/pqn_atari_envpool.py --env-id Pong-v5 --seed 2 --save-model --capture-video
@@ -46,7 +46,7 @@ class Args(RunArgs):
     device: str = "auto"
     """auto, cpu, cuda or cuda:N"""
     amp: Literal["none", "bf16"] = "none"
-    """bf16 runs the network under autocast, its last layer left out"""
+    """bf16 runs the network under autocast, except for its last layer"""
     num_threads: int | None = None
     """CPU threads of PyTorch; by default all cores"""
 
@@ -57,7 +57,7 @@ class Args(RunArgs):
     num_steps: int = 128
     """steps of each environment in a rollout"""
     anneal_lr: bool = True
-    """let the learning rate fall linearly to 0"""
+    """anneal the learning rate linearly to 0"""
     gamma: float = 0.99
     """discount"""
     q_lambda: float = 0.65
@@ -134,15 +134,15 @@ class Minibatch(NamedTuple):
 
     obs: torch.Tensor
     actions: torch.Tensor
-    values: torch.Tensor  # of the best actions; only returns are made of them
+    values: torch.Tensor  # of the best actions; used for the returns only
     returns: torch.Tensor
     weights: torch.Tensor  # 0 where a step only reset its environment, else 1
 
 
 class Rollout(Minibatch):
-    """T steps of N environments, and what the last one led to, in memory that is allocated once: [T + 1, N, ...] each.
+    """T steps of N environments and the observation after them, in memory that is allocated once: [T + 1, N, ...] each.
 
-    Actions, returns and weights are those of the first T alone.
+    Actions, returns and weights have no meaningful last row.
     """
 
     @classmethod
@@ -151,14 +151,14 @@ class Rollout(Minibatch):
         shape = args.num_steps + 1, args.num_envs
         channels, *size = obs.shape[1:]
         return cls(
-            # Channels last, as the convolutions want them: nothing has to be rearranged in an update.
+            # Channels last, as the convolutions expect: an update has nothing to rearrange.
             torch.zeros(*shape, *size, channels, dtype=obs.dtype, device=obs.device).movedim(-1, 2),
             torch.zeros(shape, dtype=torch.int64, device=obs.device),
             *(torch.zeros(shape, device=obs.device) for _ in range(3)),
         )
 
     def minibatch(self, inds: torch.Tensor) -> Minibatch:
-        """Rows ``inds`` [B], counted through steps and environments."""
+        """Rows ``inds`` [B] of the flattened steps and environments."""
         return Minibatch(*(column.flatten(0, 1)[inds] for column in self))
 
 
@@ -173,14 +173,14 @@ def lambda_returns(
     gamma: float,
     q_lambda: float,
 ) -> torch.Tensor:
-    """Peng's Q(lambda), the targets of the values of the actions taken:
+    """Peng's Q(lambda), the targets for the actions taken:
 
         returns[t] = rewards[t] + gamma * (q_lambda * returns[t + 1] + (1 - q_lambda) * values[t + 1])
 
-    ``values[t + 1]`` is the best action's in the observation that step t led to, the true last one where step t ended
-    an episode. It takes the place of the whole bracket where ``dones`` (terminated or truncated) ends an episode, as 0
-    if that terminated, and at the end of the rollout. Returns of steps that only reset an environment mean nothing, and
-    reach no other step.
+    ``values[t + 1]`` is the best action's value in the observation after step t, the true last one if step t ended an
+    episode. At the end of the rollout, and where ``dones`` (terminated or truncated) ends an episode, it replaces the
+    whole bracket; after a termination it counts as 0. Returns of steps that only reset an environment are meaningless,
+    and affect no other step.
 
     Args:
         rewards, terminations, dones: [T, N]; the flags as floats.
@@ -225,7 +225,7 @@ class Losses(NamedTuple):
 
 
 def pqn_loss(q_network: QNetwork, minibatch: Minibatch) -> tuple[torch.Tensor, Losses]:
-    """Mean squared error over one minibatch; it and the mean value of the actions taken (detached)."""
+    """Mean squared error over one minibatch, and what is logged (detached)."""
     obs, actions, _, returns, weights = minibatch
     old_val = q_network(obs).gather(1, actions.unsqueeze(1)).squeeze(1)
     loss = weighted_mean((old_val - returns) ** 2, weights)
@@ -273,7 +273,7 @@ def policy_step(q_network: QNetwork, rollout: Rollout, step: int, obs: torch.Ten
 def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
     """The policy of a saved model: observations uint8 [N, 4, 84, 84] -> actions [N], 1 in 20 of them random.
 
-    The best actions alone can repeat the same moves for ever. https://doi.org/10.1038/nature14236 evaluates like this.
+    Greedy actions alone can repeat the same moves for ever. https://doi.org/10.1038/nature14236 evaluates like this.
     """
     num_actions = int(envs.single_action_space.n)
     q_network = QNetwork(num_actions)
@@ -365,7 +365,7 @@ def main(args: Args) -> None:
                 for mb_inds in b_inds.split(batch_size // args.num_minibatches):
                     losses = update(mb_inds)
                     run.optimizer_steps += 1
-            if iteration == first_iteration < num_iterations:  # a GPU's libraries are set up with the first update
+            if iteration == first_iteration < num_iterations:  # the first update sets up a GPU's libraries
                 run.start_clock()
 
             losses = {f"losses/{name}": value for name, value in Losses(*losses.tolist())._asdict().items()}

@@ -1,6 +1,6 @@
 """Parallelised Q-Network (PQN) on Atari games over EnvPool, made fast with torch.compile and CUDA graphs.
 
-The same program as pqn_atari_envpool.py: read that first, then a diff of the two, which shows what was made fast.
+The same program as pqn_atari_envpool.py: read that first, then diff the two to see what was made fast.
 ``--compile`` and ``--cudagraphs`` can be switched on one by one.
 
     python leanrl/pqn_atari_envpool_torchcompile.py --env-id Breakout-v5 --compile
@@ -8,9 +8,10 @@ The same program as pqn_atari_envpool.py: read that first, then a diff of the tw
     python leanrl/pqn_atari_envpool_torchcompile.py --compile --cudagraphs     # on a CUDA device
 
 What differs:
-- a step of the environments costs one call: act, and write to the rollout;
-- a minibatch costs one call: gather, loss, backward, clipping and Adam, whose step torch.compile traces, are one graph;
-- acting uses one thread, and leaves the other cores to the environments.
+- an environment step costs one call: act and write to the rollout;
+- a minibatch costs one call: gather, loss, backward, clipping and our own Adam, which torch.compile can trace, are one
+  graph;
+- acting uses one thread and leaves the other cores to the environments.
 
 Details and their sources: doc/algorithms/pqn.md
 """
@@ -52,7 +53,7 @@ class Args(RunArgs):
     device: str = "auto"
     """auto, cpu, cuda or cuda:N"""
     amp: Literal["none", "bf16"] = "none"
-    """bf16 runs the network under autocast, its last layer left out"""
+    """bf16 runs the network under autocast, except for its last layer"""
     num_threads: int | None = None
     """CPU threads of the update; by default all cores. Acting uses 1."""
     compile: bool = False
@@ -67,7 +68,7 @@ class Args(RunArgs):
     num_steps: int = 128
     """steps of each environment in a rollout"""
     anneal_lr: bool = True
-    """let the learning rate fall linearly to 0"""
+    """anneal the learning rate linearly to 0"""
     gamma: float = 0.99
     """discount"""
     q_lambda: float = 0.65
@@ -144,15 +145,15 @@ class Minibatch(NamedTuple):
 
     obs: torch.Tensor
     actions: torch.Tensor
-    values: torch.Tensor  # of the best actions; only returns are made of them
+    values: torch.Tensor  # of the best actions; used for the returns only
     returns: torch.Tensor
     weights: torch.Tensor  # 0 where a step only reset its environment, else 1
 
 
 class Rollout(Minibatch):
-    """T steps of N environments, and what the last one led to, in memory that is allocated once: [T + 1, N, ...] each.
+    """T steps of N environments and the observation after them, in memory that is allocated once: [T + 1, N, ...] each.
 
-    Actions, returns and weights are those of the first T alone.
+    Actions, returns and weights have no meaningful last row.
     """
 
     @classmethod
@@ -161,14 +162,14 @@ class Rollout(Minibatch):
         shape = args.num_steps + 1, args.num_envs
         channels, *size = obs.shape[1:]
         return cls(
-            # Channels last, as the convolutions want them: nothing has to be rearranged in an update.
+            # Channels last, as the convolutions expect: an update has nothing to rearrange.
             torch.zeros(*shape, *size, channels, dtype=obs.dtype, device=obs.device).movedim(-1, 2),
             torch.zeros(shape, dtype=torch.int64, device=obs.device),
             *(torch.zeros(shape, device=obs.device) for _ in range(3)),
         )
 
     def minibatch(self, inds: torch.Tensor) -> Minibatch:
-        """Rows ``inds`` [B], counted through steps and environments."""
+        """Rows ``inds`` [B] of the flattened steps and environments."""
         return Minibatch(*(column.flatten(0, 1)[inds] for column in self))
 
 
@@ -183,14 +184,14 @@ def lambda_returns(
     gamma: float,
     q_lambda: float,
 ) -> torch.Tensor:
-    """Peng's Q(lambda), the targets of the values of the actions taken:
+    """Peng's Q(lambda), the targets for the actions taken:
 
         returns[t] = rewards[t] + gamma * (q_lambda * returns[t + 1] + (1 - q_lambda) * values[t + 1])
 
-    ``values[t + 1]`` is the best action's in the observation that step t led to, the true last one where step t ended
-    an episode. It takes the place of the whole bracket where ``dones`` (terminated or truncated) ends an episode, as 0
-    if that terminated, and at the end of the rollout. Returns of steps that only reset an environment mean nothing, and
-    reach no other step.
+    ``values[t + 1]`` is the best action's value in the observation after step t, the true last one if step t ended an
+    episode. At the end of the rollout, and where ``dones`` (terminated or truncated) ends an episode, it replaces the
+    whole bracket; after a termination it counts as 0. Returns of steps that only reset an environment are meaningless,
+    and affect no other step.
 
     Args:
         rewards, terminations, dones: [T, N]; the flags as floats.
@@ -235,7 +236,7 @@ class Losses(NamedTuple):
 
 
 def pqn_loss(q_network: QNetwork, minibatch: Minibatch) -> tuple[torch.Tensor, Losses]:
-    """Mean squared error over one minibatch; it and the mean value of the actions taken (detached)."""
+    """Mean squared error over one minibatch, and what is logged (detached)."""
     obs, actions, _, returns, weights = minibatch
     old_val = q_network(obs).gather(1, actions.unsqueeze(1)).squeeze(1)
     loss = weighted_mean((old_val - returns) ** 2, weights)
@@ -276,11 +277,11 @@ def make_policy_step(q_network: QNetwork, rollout: Rollout, args: Args) -> tuple
 
     Returns:
         ``policy_step(obs)``: [N, ...] -> best actions [N]; writes the rollout's next row of observations and values;
-        ``start()``: to be called before each rollout.
+        ``start()``: call it before each rollout.
     """
     device_type = rollout.obs.device.type
     row = torch.zeros(1, dtype=torch.int64, device=rollout.obs.device)  # where the next step goes
-    # In the order of its memory: of any other view, TorchInductor would copy all steps to write one.
+    # In memory order: with any other view, TorchInductor would copy all steps to write one.
     frames = rollout.obs.movedim(2, -1)
 
     def start() -> None:
@@ -303,7 +304,7 @@ def make_policy_step(q_network: QNetwork, rollout: Rollout, args: Args) -> tuple
 def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
     """The policy of a saved model: observations uint8 [N, 4, 84, 84] -> actions [N], 1 in 20 of them random.
 
-    The best actions alone can repeat the same moves for ever. https://doi.org/10.1038/nature14236 evaluates like this.
+    Greedy actions alone can repeat the same moves for ever. https://doi.org/10.1038/nature14236 evaluates like this.
     """
     num_actions = int(envs.single_action_space.n)
     q_network = QNetwork(num_actions)
@@ -364,7 +365,7 @@ def main(args: Args) -> None:
             optimizer.load_state_dict(run.resumed["optimizer"])
 
         with run.warmup(), untouched(state_dict(), device):
-            # TorchInductor builds the number of threads into a CPU's kernels, so each is compiled with its own.
+            # TorchInductor compiles the number of threads into CPU kernels, so each function is compiled with its own.
             for _ in range(WARMUP_CALLS if args.cudagraphs else 1):
                 start_rollout()
                 torch.set_num_threads(1)
@@ -390,7 +391,7 @@ def main(args: Args) -> None:
             explores = np.random.random(shape) < epsilon
             # Random actions; greedy ones replace those of the environments that do not explore.
             actions = np.random.randint(num_actions, size=shape)
-            # A second thread of PyTorch's would wait for work by spinning, on a core that the environments need.
+            # A second PyTorch thread would spin while it waits for work, on a core that the environments need.
             torch.set_num_threads(1)
             start_rollout()
             for step in range(args.num_steps):

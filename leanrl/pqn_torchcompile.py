@@ -1,6 +1,6 @@
 """Parallelised Q-Network (PQN), made fast with torch.compile and CUDA graphs.
 
-The same program as pqn.py: read that first, then a diff of the two, which shows what was made fast. ``--compile`` and
+The same program as pqn.py: read that first, then diff the two to see what was made fast. ``--compile`` and
 ``--cudagraphs`` can be switched on one by one.
 
     python leanrl/pqn_torchcompile.py --env-id CartPole-v1 --compile
@@ -8,9 +8,10 @@ The same program as pqn.py: read that first, then a diff of the two, which shows
     python leanrl/pqn_torchcompile.py --compile --cudagraphs     # on a CUDA device
 
 What differs:
-- a minibatch costs one call: gather, loss, backward, clipping and Adam, whose step torch.compile traces, are one graph;
-- the greedy actions of a step cost one call; those of few environments are compiled into loops, without calls of a
-  matrix library.
+- a minibatch costs one call: gather, loss, backward, clipping and our own Adam, which torch.compile can trace, are one
+  graph;
+- the greedy actions of a step cost one call; for few environments it is compiled into loops, without calls to a matrix
+  library.
 
 Details and their sources: doc/algorithms/pqn.md
 """
@@ -67,7 +68,7 @@ class Args(RunArgs):
     num_steps: int = 128
     """steps of each environment in a rollout"""
     anneal_lr: bool = True
-    """let the learning rate fall linearly to 0"""
+    """anneal the learning rate linearly to 0"""
     gamma: float = 0.99
     """discount"""
     q_lambda: float = 0.65
@@ -113,7 +114,7 @@ class QNetwork(nn.Sequential):
     """The value of each action in a state: [..., obs_dim] -> [..., num_actions]"""
 
     def __init__(self, obs_dim: int, num_actions: int) -> None:
-        # The layer norms are what keeps it stable without a target network.
+        # The layer norms keep it stable without a target network.
         super().__init__(
             layer_init(Float32Linear(obs_dim, 120)),
             nn.LayerNorm(120),
@@ -138,9 +139,9 @@ class Minibatch(NamedTuple):
 
 
 class Rollout(Minibatch):
-    """T steps of N environments, and what the last one led to, in memory that is allocated once: [T + 1, N, ...] each.
+    """T steps of N environments and the observation after them, in memory that is allocated once: [T + 1, N, ...] each.
 
-    All but observations are those of the first T alone.
+    Only observations have a meaningful last row.
     """
 
     @classmethod
@@ -153,7 +154,7 @@ class Rollout(Minibatch):
         )
 
     def minibatch(self, inds: torch.Tensor) -> Minibatch:
-        """Rows ``inds`` [B], counted through steps and environments."""
+        """Rows ``inds`` [B] of the flattened steps and environments."""
         return Minibatch(*(column.flatten(0, 1)[inds] for column in self))
 
 
@@ -168,14 +169,14 @@ def lambda_returns(
     gamma: float,
     q_lambda: float,
 ) -> torch.Tensor:
-    """Peng's Q(lambda), the targets of the values of the actions taken:
+    """Peng's Q(lambda), the targets for the actions taken:
 
         returns[t] = rewards[t] + gamma * (q_lambda * returns[t + 1] + (1 - q_lambda) * values[t + 1])
 
-    ``values[t + 1]`` is the best action's in the observation that step t led to, the true last one where step t ended
-    an episode. It takes the place of the whole bracket where ``dones`` (terminated or truncated) ends an episode, as 0
-    if that terminated, and at the end of the rollout. Returns of steps that only reset an environment mean nothing, and
-    reach no other step.
+    ``values[t + 1]`` is the best action's value in the observation after step t, the true last one if step t ended an
+    episode. At the end of the rollout, and where ``dones`` (terminated or truncated) ends an episode, it replaces the
+    whole bracket; after a termination it counts as 0. Returns of steps that only reset an environment are meaningless,
+    and affect no other step.
 
     Args:
         rewards, terminations, dones: [T, N]; the flags as floats.
@@ -223,7 +224,7 @@ class Losses(NamedTuple):
 
 
 def pqn_loss(q_network: QNetwork, minibatch: Minibatch) -> tuple[torch.Tensor, Losses]:
-    """Mean squared error over one minibatch; it and the mean value of the actions taken (detached)."""
+    """Mean squared error over one minibatch, and what is logged (detached)."""
     obs, actions, returns, weights = minibatch
     old_val = q_network(obs).gather(1, actions.unsqueeze(1)).squeeze(1)
     loss = weighted_mean((old_val - returns) ** 2, weights)
@@ -261,7 +262,7 @@ def make_update(q_network: QNetwork, optimizer: Adam, rollout: Rollout, args: Ar
 
 @torch.no_grad()
 def greedy(q_network: QNetwork, obs: torch.Tensor) -> torch.Tensor:
-    """The best actions: [N, obs_dim] -> [N]"""
+    """The greedy actions: [N, obs_dim] -> [N]"""
     return q_network(obs).argmax(1)
 
 
@@ -281,7 +282,7 @@ def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray
 
 def make_executables(q_network: QNetwork, update: Callable, args: Args, device: torch.device):
     """``greedy(obs)`` and ``update``, compiled and captured as the flags say."""
-    # With four environments that halves the call's time, with 32 it saves a fifth of it.
+    # With four environments this halves the time of the call, with 32 it saves a fifth.
     as_sums = args.compile and device.type == "cpu" and args.num_envs <= 32
     network = partial(mlp_as_sums, q_network) if as_sums else q_network
     executable = partial(make_executable, device=device, compile=args.compile, cudagraphs=args.cudagraphs)
@@ -327,7 +328,7 @@ def main(args: Args) -> None:
                 best_actions(rollout.obs[0])
                 update(torch.arange(minibatch_size, device=device))
 
-        # Actions and what they led to, on the CPU until the end of the rollout.
+        # Actions and their outcomes, on the CPU until the end of the rollout.
         shape = args.num_steps, args.num_envs
         obs, rewards = np.zeros((args.num_steps + 1, args.num_envs, obs_dim), np.float32), np.zeros(shape)
         terminations, dones = np.zeros((2, *shape), bool)

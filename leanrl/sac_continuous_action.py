@@ -3,7 +3,7 @@
 Paper: https://arxiv.org/abs/1812.05905. Algorithm, names, hyperparameters and structure follow CleanRL's
 https://docs.cleanrl.dev/rl-algorithms/sac/#sac_continuous_actionpy; what differs: steps that only reset an
 environment are not stored.
-The same program made fast is sac_continuous_action_torchcompile.py.
+sac_continuous_action_torchcompile.py is the same program, made fast.
 
     python leanrl/sac_continuous_action.py --env-id HalfCheetah-v5
     python leanrl/sac_continuous_action.py --env-id Hopper-v5 --seed 2 --save-model --capture-video
@@ -41,7 +41,7 @@ class Args(RunArgs):
     env_id: str = "HalfCheetah-v5"
     """Gymnasium environment with continuous actions; Dict observations are flattened in the order of their keys"""
     total_timesteps: int = 1_000_000
-    """environment steps of the whole run, rounded down to whole steps of all environments"""
+    """environment steps of the whole run, rounded down to a multiple of --num-envs"""
     seed: int = 1
     """seed of the environments, the networks, the sampling and the noise"""
     device: str = "auto"
@@ -53,7 +53,7 @@ class Args(RunArgs):
     log_every: int = 1_000
     """environment steps between log points"""
     checkpoint_replay: bool = True
-    """write the replay into checkpoints; without it a resumed run fills a new one before it trains on"""
+    """save the replay in checkpoints; without it, a resumed run first refills an empty replay"""
 
     policy_lr: float = 3e-4
     """learning rate of the actor's Adam"""
@@ -62,27 +62,27 @@ class Args(RunArgs):
     num_envs: int = 1
     """environments stepped together"""
     buffer_size: int = 1_000_000
-    """transitions that the replay keeps"""
+    """capacity of the replay, in transitions"""
     gamma: float = 0.99
     """discount"""
     tau: float = 0.005
-    """Polyak averaging of the target networks: the weight of the trained ones in an update"""
+    """weight of the trained networks in the Polyak average of the target networks"""
     batch_size: int = 256
-    """transitions of an update"""
+    """transitions per update"""
     learning_starts: int = 5_000
     """environment steps with random actions before the first update"""
     updates_per_step: float = 1.0
-    """updates of the critics per environment step, N for N environments that step together; resets count as steps"""
+    """critic updates per environment step; stepping N environments once counts as N, and resets count too"""
     policy_frequency: int = 2
-    """train the actor after every N updates of the critics"""
+    """train the actor after every N critic updates"""
     policy_updates: int | None = None
-    """how many times in a row; by default N, which makes up for the delay"""
+    """actor updates in a row each time; by default as many as --policy-frequency, which makes up for the delay"""
     target_network_frequency: int = 1
-    """updates of the critics for each update of the targets"""
+    """critic updates per update of the target networks"""
     autotune: bool = True
-    """learn the entropy coefficient, so that the policy's entropy is about minus the number of action dimensions"""
+    """learn the entropy coefficient; the target entropy is minus the number of action dimensions"""
     alpha: float = 0.2
-    """the entropy coefficient without --autotune"""
+    """the entropy coefficient with --no-autotune"""
 
 
 def validate(args: Args) -> None:
@@ -135,7 +135,7 @@ class Actor(nn.Module):
         x = F.relu(self.fc2(x))
         mean, log_std = self.fc_heads(x).chunk(2, 1)
         log_std = torch.tanh(log_std)
-        # From https://github.com/denisyarats/pytorch_sac; a clamp would have no gradient beyond its ends.
+        # From https://github.com/denisyarats/pytorch_sac; a clamp would have no gradient outside its bounds.
         return mean, LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (log_std + 1)
 
     def get_action(self, obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,7 +156,7 @@ class Actor(nn.Module):
 def sac_target(
     actor: Actor, critics_target: Critics, alpha: torch.Tensor, batch: Batch, noise: torch.Tensor, args: Args
 ) -> torch.Tensor:
-    """The critics' target: the soft value (the paper's equations 3 and 5), by the lower of two critics.
+    """The critics' target: the soft value (the paper's equations 3 and 5), from the lower of two critics.
 
     Args:
         alpha: entropy coefficient, [1].
@@ -189,9 +189,9 @@ def alpha_loss(log_alpha: torch.Tensor, log_pi: torch.Tensor, target_entropy: fl
 
 
 class Losses(NamedTuple):
-    """What an update logs: it writes these tensors."""
+    """What an update logs: it writes into these tensors."""
 
-    qf_values: torch.Tensor  # [2], one number for each critic
+    qf_values: torch.Tensor  # [2], one per critic
     qf_loss: torch.Tensor  # [2]
     actor_loss: torch.Tensor  # [1]
     alpha: torch.Tensor  # [1]
@@ -204,7 +204,7 @@ class Losses(NamedTuple):
 class Noise(NamedTuple):
     """Standard normal numbers for all actions that an update samples.
 
-    Drawn before they are used: where PyTorch before 2.13 compiles an update, it may change the order of draws within.
+    Drawn all at once: before 2.13, PyTorch may change the order of random draws within a compiled update.
     """
 
     target: torch.Tensor  # [B, action_dim]
@@ -213,7 +213,7 @@ class Noise(NamedTuple):
 
     @classmethod
     def draw(cls, actions: torch.Tensor, actor_steps: int) -> "Noise":
-        """For a batch with ``actions`` [B, action_dim] and that many steps of the actor."""
+        """For a batch with ``actions`` [B, action_dim] and ``actor_steps`` updates of the actor."""
         noise = actions.new_empty(1 + 2 * actor_steps, *actions.shape).normal_()
         return cls(noise[0], *noise[1:].split(actor_steps)) if actor_steps else cls(noise[0], noise[1:], noise[1:])
 
@@ -231,8 +231,8 @@ def make_update(
 ) -> tuple[Callable, Losses]:
     """The function that trains on one batch, and the losses that it writes.
 
-    ``update(with_actor, with_targets)``: the flags say whether this update trains the actor too (and the entropy
-    coefficient ``log_alpha.exp()``), and moves the targets.
+    ``update(with_actor, with_targets)``: the flags say whether this update also trains the actor (and the entropy
+    coefficient ``log_alpha.exp()``), and whether it updates the target networks.
     """
     device = replay.rows.device
     target_entropy = -float(len(actor.low))
@@ -385,7 +385,7 @@ def main(args: Args) -> None:
                     with_actor=run.optimizer_steps % args.policy_frequency == 0,
                     with_targets=run.optimizer_steps % args.target_network_frequency == 0,
                 )
-            if schedule.begins(run.global_step):  # a GPU's libraries are set up with the first update
+            if schedule.begins(run.global_step):  # the first update sets up a GPU's libraries
                 run.start_clock()
 
             if run.log_due():

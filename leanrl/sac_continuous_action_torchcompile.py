@@ -1,16 +1,16 @@
 """Soft Actor-Critic (SAC), made fast with torch.compile and CUDA graphs.
 
-The same program as sac_continuous_action.py: read that first, then a diff of the two, which shows what was made fast.
+The same program as sac_continuous_action.py: read that first, then diff the two to see what was made fast.
 ``--compile``, ``--cudagraphs`` and ``--one-graph`` can be switched on one by one.
 
     python leanrl/sac_continuous_action_torchcompile.py --env-id HalfCheetah-v5 --compile
     python leanrl/sac_continuous_action_torchcompile.py --compile --amp bf16       # faster where there are bf16 units
     python leanrl/sac_continuous_action_torchcompile.py --compile --cudagraphs     # on a CUDA device, or --one-graph
 
-What differs, most of it with its measured gain in doc/optimizations.md:
-- a step of the environment costs one copy in, one call and one copy out: the call writes the transition to the replay,
-  samples a batch, trains critics, actor and entropy coefficient, moves the targets, and acts;
-- Adam's step is one that torch.compile traces, as it does ``loss.backward()``: an update is one graph;
+What differs (doc/optimizations.md gives the measured gain of most of it):
+- an environment step costs one copy to the device, one call and one copy back: the call writes the transition to the
+  replay, samples a batch, trains critics, actor and entropy coefficient, updates the target networks, and acts;
+- torch.compile traces ``loss.backward()`` and the step of our own Adam, so an update is one graph;
 - with ``--one-graph`` a step is one CUDA graph, copies included (leanrl/support/onegraph.py).
 
 Measured speed and learning curves: doc/benchmarks/sac_continuous_action.md
@@ -50,7 +50,7 @@ class Args(RunArgs):
     env_id: str = "HalfCheetah-v5"
     """Gymnasium environment with continuous actions; Dict observations are flattened in the order of their keys"""
     total_timesteps: int = 1_000_000
-    """environment steps of the whole run, rounded down to whole steps of all environments"""
+    """environment steps of the whole run, rounded down to a multiple of --num-envs"""
     seed: int = 1
     """seed of the environments, the networks, the sampling and the noise"""
     device: str = "auto"
@@ -62,14 +62,14 @@ class Args(RunArgs):
     log_every: int = 1_000
     """environment steps between log points"""
     checkpoint_replay: bool = True
-    """write the replay into checkpoints; without it a resumed run fills a new one before it trains on"""
+    """save the replay in checkpoints; without it, a resumed run first refills an empty replay"""
 
     compile: bool = False
     """compile the training step with torch.compile"""
     cudagraphs: bool = False
     """replay the training step as a CUDA graph (tensordict's CudaGraphModule)"""
     one_graph: bool = False
-    """replay all between two steps of the environments as one CUDA graph of our own (implies --cudagraphs)"""
+    """replay everything between two environment steps as one hand-captured CUDA graph (implies --cudagraphs)"""
     env_backend: EnvBackend = "gymnasium"
     """gymnasium steps the environments in this process, envpool on C++ threads (faster with many environments)"""
 
@@ -80,27 +80,27 @@ class Args(RunArgs):
     num_envs: int = 1
     """environments stepped together"""
     buffer_size: int = 1_000_000
-    """transitions that the replay keeps"""
+    """capacity of the replay, in transitions"""
     gamma: float = 0.99
     """discount"""
     tau: float = 0.005
-    """Polyak averaging of the target networks: the weight of the trained ones in an update"""
+    """weight of the trained networks in the Polyak average of the target networks"""
     batch_size: int = 256
-    """transitions of an update"""
+    """transitions per update"""
     learning_starts: int = 5_000
     """environment steps with random actions before the first update"""
     updates_per_step: float = 1.0
-    """updates of the critics per environment step, N for N environments that step together; resets count as steps"""
+    """critic updates per environment step; stepping N environments once counts as N, and resets count too"""
     policy_frequency: int = 2
-    """train the actor after every N updates of the critics"""
+    """train the actor after every N critic updates"""
     policy_updates: int | None = None
-    """how many times in a row; by default N, which makes up for the delay"""
+    """actor updates in a row each time; by default as many as --policy-frequency, which makes up for the delay"""
     target_network_frequency: int = 1
-    """updates of the critics for each update of the targets"""
+    """critic updates per update of the target networks"""
     autotune: bool = True
-    """learn the entropy coefficient, so that the policy's entropy is about minus the number of action dimensions"""
+    """learn the entropy coefficient; the target entropy is minus the number of action dimensions"""
     alpha: float = 0.2
-    """the entropy coefficient without --autotune"""
+    """the entropy coefficient with --no-autotune"""
 
 
 def validate(args: Args) -> None:
@@ -153,7 +153,7 @@ class Actor(nn.Module):
         x = F.relu(self.fc2(x))
         mean, log_std = self.fc_heads(x).chunk(2, 1)
         log_std = torch.tanh(log_std)
-        # From https://github.com/denisyarats/pytorch_sac; a clamp would have no gradient beyond its ends.
+        # From https://github.com/denisyarats/pytorch_sac; a clamp would have no gradient outside its bounds.
         return mean, LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (log_std + 1)
 
     def get_action(self, obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,7 +174,7 @@ class Actor(nn.Module):
 def sac_target(
     actor: Actor, critics_target: Critics, alpha: torch.Tensor, batch: Batch, noise: torch.Tensor, args: Args
 ) -> torch.Tensor:
-    """The critics' target: the soft value (the paper's equations 3 and 5), by the lower of two critics.
+    """The critics' target: the soft value (the paper's equations 3 and 5), from the lower of two critics.
 
     Args:
         alpha: entropy coefficient, [1].
@@ -207,9 +207,9 @@ def alpha_loss(log_alpha: torch.Tensor, log_pi: torch.Tensor, target_entropy: fl
 
 
 class Losses(NamedTuple):
-    """What an update logs: it writes these tensors."""
+    """What an update logs: it writes into these tensors."""
 
-    qf_values: torch.Tensor  # [2], one number for each critic
+    qf_values: torch.Tensor  # [2], one per critic
     qf_loss: torch.Tensor  # [2]
     actor_loss: torch.Tensor  # [1]
     alpha: torch.Tensor  # [1]
@@ -222,7 +222,7 @@ class Losses(NamedTuple):
 class Noise(NamedTuple):
     """Standard normal numbers for all actions that an update samples.
 
-    Drawn before they are used: where PyTorch before 2.13 compiles an update, it may change the order of draws within.
+    Drawn all at once: before 2.13, PyTorch may change the order of random draws within a compiled update.
     """
 
     target: torch.Tensor  # [B, action_dim]
@@ -231,7 +231,7 @@ class Noise(NamedTuple):
 
     @classmethod
     def draw(cls, actions: torch.Tensor, actor_steps: int) -> "Noise":
-        """For a batch with ``actions`` [B, action_dim] and that many steps of the actor."""
+        """For a batch with ``actions`` [B, action_dim] and ``actor_steps`` updates of the actor."""
         noise = actions.new_empty(1 + 2 * actor_steps, *actions.shape).normal_()
         return cls(noise[0], *noise[1:].split(actor_steps)) if actor_steps else cls(noise[0], noise[1:], noise[1:])
 
@@ -249,8 +249,8 @@ def make_update(
 ) -> tuple[Callable, Losses]:
     """The function that trains on one batch, and the losses that it writes.
 
-    ``update(with_actor, with_targets)``: the flags say whether this update trains the actor too (and the entropy
-    coefficient ``log_alpha.exp()``), and moves the targets.
+    ``update(with_actor, with_targets)``: the flags say whether this update also trains the actor (and the entropy
+    coefficient ``log_alpha.exp()``), and whether it updates the target networks.
     """
     device = replay.rows.device
     target_entropy = -float(len(actor.low))
@@ -306,7 +306,7 @@ def make_update(
 
 
 def make_acting(actor: Actor, replay: Replay, last: LastStep) -> tuple[Callable, ...]:
-    """What happens between two steps of the environments, around the updates.
+    """What happens between two environment steps, before and after the updates.
 
     Returns:
         ``observe(timestep)``: writes a transition to the replay; ``timestep`` [N, obs_dim + 3], the rows of a
@@ -347,15 +347,15 @@ def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray
 # ------------------------------------------------------------------------------------------------------- EXECUTABLES
 
 
-# The density of a squashed action is a difference of nearly equal numbers where tanh is near 1: no shortcuts there.
+# Near |tanh| = 1 the density of a squashed action subtracts nearly equal numbers: tanh must be exact there.
 EXACT_TANH = {"cpp.use_decompose_tanh": False}
 
 
 def make_executables(observe: Callable, update: Callable, act: Callable, args: Args, device: torch.device) -> Callable:
     """The function ``advance(timestep_cpu, turns) -> actions``, compiled and captured as the flags say.
 
-    It observes, takes an update for each of ``turns``, its arguments, and acts: all as one executable for at most one
-    update, as several for more. ``timestep_cpu`` is pinned where the device is a GPU.
+    It observes, does one update for each entry of ``turns`` (the update's arguments) and acts. For at most one update
+    this is a single executable, for more it is several. ``timestep_cpu`` is pinned if the device is a GPU.
     """
     # Each is compiled by its first call, so those that a run does not need cost nothing.
     compiled = partial(make_executable, device=device, compile=args.compile, cudagraphs=False, **EXACT_TANH)
@@ -438,7 +438,7 @@ def main(args: Args) -> None:
 
         timestep_buffer = TimestepBuffer(args.num_envs, obs_dim, device)
         with run.warmup(), untouched([*state.tensors(), *last], device):
-            # A step that only resets is not stored, and there must be a transition to sample.
+            # This step is a reset, so it is not stored; the replay must pretend to have a transition to sample.
             timestep_cpu = timestep_buffer.write(0.0, 0.0, 0.0, dones=1.0)
             last.resets.fill_(1.0)
             replay.size.clamp_(min=1)

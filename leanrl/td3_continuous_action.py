@@ -3,7 +3,7 @@
 Paper: https://arxiv.org/abs/1802.09477. Algorithm, names, hyperparameters and structure follow CleanRL's
 https://docs.cleanrl.dev/rl-algorithms/td3/#td3_continuous_actionpy; what differs: steps that only
 reset an environment are not stored, and target actions are clipped to the bounds dimension by dimension.
-The same program made fast is td3_continuous_action_torchcompile.py.
+td3_continuous_action_torchcompile.py is the same program, made fast.
 
     python leanrl/td3_continuous_action.py --env-id HalfCheetah-v5
     python leanrl/td3_continuous_action.py --env-id Hopper-v5 --seed 2 --save-model --capture-video
@@ -40,7 +40,7 @@ class Args(RunArgs):
     env_id: str = "HalfCheetah-v5"
     """Gymnasium environment with continuous actions; Dict observations are flattened in the order of their keys"""
     total_timesteps: int = 1_000_000
-    """environment steps of the whole run, rounded down to whole steps of all environments"""
+    """environment steps of the whole run, rounded down to a multiple of --num-envs"""
     seed: int = 1
     """seed of the environments, the networks, the sampling and the noise"""
     device: str = "auto"
@@ -52,32 +52,32 @@ class Args(RunArgs):
     log_every: int = 1_000
     """environment steps between log points"""
     checkpoint_replay: bool = True
-    """write the replay into checkpoints; without it a resumed run fills a new one before it trains on"""
+    """save the replay in checkpoints; without it, a resumed run first refills an empty replay"""
 
     learning_rate: float = 3e-4
     """learning rate of Adam, for the actor and the critics"""
     num_envs: int = 1
     """environments stepped together"""
     buffer_size: int = 1_000_000
-    """transitions that the replay keeps"""
+    """capacity of the replay, in transitions"""
     gamma: float = 0.99
     """discount"""
     tau: float = 0.005
-    """Polyak averaging of the target networks: the weight of the trained ones in an update"""
+    """weight of the trained networks in the Polyak average of the target networks"""
     batch_size: int = 256
-    """transitions of an update"""
+    """transitions per update"""
     learning_starts: int = 25_000
     """environment steps with random actions before the first update"""
     updates_per_step: float = 1.0
-    """updates of the critics per environment step, N for N environments that step together; resets count as steps"""
+    """critic updates per environment step; stepping N environments once counts as N, and resets count too"""
     policy_frequency: int = 2
-    """updates of the critics for each update of the actor and the targets"""
+    """critic updates per update of the actor and the target networks"""
     policy_noise: float = 0.2
-    """deviation of the noise that smooths the target policy, in units of the action scale"""
+    """standard deviation of the noise that smooths the target policy, in units of the action scale"""
     noise_clip: float = 0.5
-    """bound of that noise, in units of the action scale"""
+    """that noise is clipped to this, in units of the action scale"""
     exploration_noise: float = 0.1
-    """deviation of the noise on the actions, in units of the action scale"""
+    """standard deviation of the exploration noise, in units of the action scale"""
 
 
 def validate(args: Args) -> None:
@@ -154,9 +154,9 @@ def critic_loss(q_values: torch.Tensor, next_q_value: torch.Tensor) -> torch.Ten
 
 
 class Losses(NamedTuple):
-    """What an update logs: it writes these tensors."""
+    """What an update logs: it writes into these tensors."""
 
-    qf_values: torch.Tensor  # [2], one number for each critic
+    qf_values: torch.Tensor  # [2], one per critic
     qf_loss: torch.Tensor  # [2]
     actor_loss: torch.Tensor  # [1]
 
@@ -307,7 +307,7 @@ def main(args: Args) -> None:
             for _ in range(due):
                 run.optimizer_steps += 1
                 update(with_actor=run.optimizer_steps % args.policy_frequency == 0)
-            if schedule.begins(run.global_step):  # a GPU's libraries are set up with the first update
+            if schedule.begins(run.global_step):  # the first update sets up a GPU's libraries
                 run.start_clock()
 
             if run.log_due():

@@ -1,16 +1,16 @@
 """Twin Delayed Deep Deterministic policy gradient (TD3), made fast with torch.compile and CUDA graphs.
 
-The same program as td3_continuous_action.py: read that first, then a diff of the two, which shows what was made fast.
+The same program as td3_continuous_action.py: read that first, then diff the two to see what was made fast.
 ``--compile``, ``--cudagraphs`` and ``--one-graph`` can be switched on one by one.
 
     python leanrl/td3_continuous_action_torchcompile.py --env-id HalfCheetah-v5 --compile
     python leanrl/td3_continuous_action_torchcompile.py --compile --amp bf16       # faster where there are bf16 units
     python leanrl/td3_continuous_action_torchcompile.py --compile --cudagraphs     # on a CUDA device, or --one-graph
 
-What differs, most of it with its measured gain in doc/optimizations.md:
-- a step of the environment costs one copy in, one call and one copy out: the call writes the transition to the replay,
-  samples a batch, trains critics, actor and targets, and acts;
-- Adam's step is one that torch.compile traces, as it does ``loss.backward()``: an update is one graph;
+What differs (doc/optimizations.md gives the measured gain of most of it):
+- an environment step costs one copy to the device, one call and one copy back: the call writes the transition to the
+  replay, samples a batch, trains critics and actor, updates the target networks, and acts;
+- torch.compile traces ``loss.backward()`` and the step of our own Adam, so an update is one graph;
 - with ``--one-graph`` a step is one CUDA graph, copies included (leanrl/support/onegraph.py).
 
 Measured speed and learning curves: doc/benchmarks/td3_continuous_action.md
@@ -49,7 +49,7 @@ class Args(RunArgs):
     env_id: str = "HalfCheetah-v5"
     """Gymnasium environment with continuous actions; Dict observations are flattened in the order of their keys"""
     total_timesteps: int = 1_000_000
-    """environment steps of the whole run, rounded down to whole steps of all environments"""
+    """environment steps of the whole run, rounded down to a multiple of --num-envs"""
     seed: int = 1
     """seed of the environments, the networks, the sampling and the noise"""
     device: str = "auto"
@@ -61,14 +61,14 @@ class Args(RunArgs):
     log_every: int = 1_000
     """environment steps between log points"""
     checkpoint_replay: bool = True
-    """write the replay into checkpoints; without it a resumed run fills a new one before it trains on"""
+    """save the replay in checkpoints; without it, a resumed run first refills an empty replay"""
 
     compile: bool = False
     """compile the training step with torch.compile"""
     cudagraphs: bool = False
     """replay the training step as a CUDA graph (tensordict's CudaGraphModule)"""
     one_graph: bool = False
-    """replay all between two steps of the environments as one CUDA graph of our own (implies --cudagraphs)"""
+    """replay everything between two environment steps as one hand-captured CUDA graph (implies --cudagraphs)"""
     env_backend: EnvBackend = "gymnasium"
     """gymnasium steps the environments in this process, envpool on C++ threads (faster with many environments)"""
 
@@ -77,25 +77,25 @@ class Args(RunArgs):
     num_envs: int = 1
     """environments stepped together"""
     buffer_size: int = 1_000_000
-    """transitions that the replay keeps"""
+    """capacity of the replay, in transitions"""
     gamma: float = 0.99
     """discount"""
     tau: float = 0.005
-    """Polyak averaging of the target networks: the weight of the trained ones in an update"""
+    """weight of the trained networks in the Polyak average of the target networks"""
     batch_size: int = 256
-    """transitions of an update"""
+    """transitions per update"""
     learning_starts: int = 25_000
     """environment steps with random actions before the first update"""
     updates_per_step: float = 1.0
-    """updates of the critics per environment step, N for N environments that step together; resets count as steps"""
+    """critic updates per environment step; stepping N environments once counts as N, and resets count too"""
     policy_frequency: int = 2
-    """updates of the critics for each update of the actor and the targets"""
+    """critic updates per update of the actor and the target networks"""
     policy_noise: float = 0.2
-    """deviation of the noise that smooths the target policy, in units of the action scale"""
+    """standard deviation of the noise that smooths the target policy, in units of the action scale"""
     noise_clip: float = 0.5
-    """bound of that noise, in units of the action scale"""
+    """that noise is clipped to this, in units of the action scale"""
     exploration_noise: float = 0.1
-    """deviation of the noise on the actions, in units of the action scale"""
+    """standard deviation of the exploration noise, in units of the action scale"""
 
 
 def validate(args: Args) -> None:
@@ -172,9 +172,9 @@ def critic_loss(q_values: torch.Tensor, next_q_value: torch.Tensor) -> torch.Ten
 
 
 class Losses(NamedTuple):
-    """What an update logs: it writes these tensors."""
+    """What an update logs: it writes into these tensors."""
 
-    qf_values: torch.Tensor  # [2], one number for each critic
+    qf_values: torch.Tensor  # [2], one per critic
     qf_loss: torch.Tensor  # [2]
     actor_loss: torch.Tensor  # [1]
 
@@ -234,7 +234,7 @@ def make_update(
 
 
 def make_acting(actor: Actor, replay: Replay, last: LastStep, args: Args) -> tuple[Callable, ...]:
-    """What happens between two steps of the environments, around the updates.
+    """What happens between two environment steps, before and after the updates.
 
     Returns:
         ``observe(timestep)``: writes a transition to the replay; ``timestep`` [N, obs_dim + 3], the rows of a
@@ -279,8 +279,8 @@ def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray
 def make_executables(observe: Callable, update: Callable, act: Callable, args: Args, device: torch.device) -> Callable:
     """The function ``advance(timestep_cpu, turns) -> actions``, compiled and captured as the flags say.
 
-    It observes, takes an update for each of ``turns``, its arguments, and acts: all as one executable for at most one
-    update, as several for more. ``timestep_cpu`` is pinned where the device is a GPU.
+    It observes, does one update for each entry of ``turns`` (the update's arguments) and acts. For at most one update
+    this is a single executable, for more it is several. ``timestep_cpu`` is pinned if the device is a GPU.
     """
     # Each is compiled by its first call, so those that a run does not need cost nothing.
     compiled = partial(make_executable, device=device, compile=args.compile, cudagraphs=False)
@@ -360,7 +360,7 @@ def main(args: Args) -> None:
 
         timestep_buffer = TimestepBuffer(args.num_envs, obs_dim, device)
         with run.warmup(), untouched([*state.tensors(), *last], device):
-            # A step that only resets is not stored, and there must be a transition to sample.
+            # This step is a reset, so it is not stored; the replay must pretend to have a transition to sample.
             timestep_cpu = timestep_buffer.write(0.0, 0.0, 0.0, dones=1.0)
             last.resets.fill_(1.0)
             replay.size.clamp_(min=1)

@@ -1,6 +1,6 @@
-"""What each trick of the fast variants is worth: whole runs on the CPU without and with it, in turn.
+"""What each trick of the fast variants gains: whole runs on the CPU without and with it, in turn.
 
-That both sides learn the same is for the tests to show. Groups of rows: ppo, startup (of PPO), td3, sac, dqn and atari.
+The tests show that both sides learn the same. Groups of rows: ppo, startup (of PPO), td3, sac, dqn and atari.
 
     python -m leanrl.tools.ablate
     python -m leanrl.tools.ablate --rows td3 sac --repeats 3
@@ -33,11 +33,11 @@ class Args(common.OutArgs):
     rows: tuple[str, ...] = GROUPS
     """what to measure: whole groups, or single rows (any other word lists them)"""
     repeats: int = 3
-    """pairs of runs; the table has their medians"""
+    """pairs of runs; the table shows their medians"""
 
 
 def expand(names: Sequence[str]) -> list[Row]:
-    """The rows that are named, by themselves or by their groups; UsageError for any other."""
+    """The rows named directly or by group; UsageError for an unknown name."""
     known = list(dict.fromkeys([*GROUPS, *(row.name for row in ROWS)]))
     for name in names:
         if name not in known:
@@ -46,7 +46,7 @@ def expand(names: Sequence[str]) -> list[Row]:
 
 
 def measure(row: Row, repeats: int, report=lambda line: None) -> dict:
-    """Runs both sides in turn, A B, B A, ...; gains are taken within a pair, since the machine's speed drifts."""
+    """Runs both sides in turn (A B, B A, ...). Gains are ratios within a pair, since the machine's speed drifts."""
     sides = [Contender(side, tuple(row.command(side))) for side in ("without", "with")]
     turns = [{} for _ in range(repeats)]
     for seed, side in rounds_of(sides, range(1, repeats + 1)):
@@ -65,7 +65,7 @@ def measure(row: Row, repeats: int, report=lambda line: None) -> dict:
 
 
 def seconds_of(row: Row, side: Contender, seed: int) -> float:
-    """Of an environment step, or of the warm-up; RuntimeError with the end of its output where the run failed."""
+    """Seconds of an environment step, or of the warm-up. RuntimeError with the end of its output if the run failed."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
         cache = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/cache"} if row.is_start else {}
@@ -76,7 +76,7 @@ def seconds_of(row: Row, side: Contender, seed: int) -> float:
 
 
 def render(lines: Sequence[dict]) -> str:
-    """Markdown: a table for each group, of what is paid all the time or once, when a run starts."""
+    """Markdown: a table for each group, of costs per environment step or once, when a run starts."""
     parts = []
     for group in dict.fromkeys(line["group"] for line in lines):
         chosen = [line for line in lines if line["group"] == group]
@@ -89,7 +89,7 @@ def render(lines: Sequence[dict]) -> str:
 
 
 def cells(line: dict) -> tuple[str, ...]:
-    """A line of the table. A trick whose range of gains spans 1 is not known to gain anything."""
+    """A line of the table. If the range of gains spans 1, it is not known whether the trick gains anything."""
     gains = [turn["without"] / turn["with"] for turn in line["seconds_per_sample"]]
     gain = f"{line['gain']:.2f}x", f"{min(gains):.2f} to {max(gains):.2f}"
     both, saved = (line["seconds_without"], line["seconds_with"]), line["seconds_saved_per_env_step"]

@@ -1,7 +1,7 @@
-"""The rows of ``leanrl.tools.ablate``: tricks of the fast variants, and what takes each of them away.
+"""The rows of ``leanrl.tools.ablate``: tricks of the fast variants, and how each is switched off.
 
-At the scripts' default hyperparameters, on HalfCheetah-v5, CartPole-v1 and Breakout-v5. Run as a module, with the
-number of a row and ``with`` or ``without``, it is one run of that row's script; its flags follow.
+They use the scripts' default hyperparameters, on HalfCheetah-v5, CartPole-v1 and Breakout-v5. Run as a module with the
+number of a row, ``with`` or ``without``, and flags, this file runs that row's script once.
 """
 
 import importlib
@@ -28,7 +28,7 @@ CORES = devices.available_cores()
 
 
 class Row(NamedTuple):
-    """A line of the table: two runs of a script, which differ in the trick."""
+    """A line of the table: two runs of a script, with and without the trick."""
 
     group: str
     name: str
@@ -40,12 +40,12 @@ class Row(NamedTuple):
     with_flags: str = ""
     without_flags: str = ""
     changes: tuple[AbstractContextManager, ...] = ()
-    """in force in the run without: patches of unittest.mock's"""
+    """patches of unittest.mock that are active in the run without the trick"""
     is_start: bool = False
-    """the seconds of the warm-up count, from an empty cache of TorchInductor, not the speed"""
+    """measure the seconds of the warm-up with an empty TorchInductor cache, not the speed"""
 
     def command(self, side: str) -> list[str]:
-        """Of the run with the trick or ``without``."""
+        """The command line of the run ``with`` or ``without`` the trick."""
         program = [sys.executable, "-m", "leanrl.tools.ablate_rows", f"{ROWS.index(self)}", side]
         own = self.with_flags if side == "with" else self.without_flags
         return [*program, "--device=cpu", "--checkpoint-every=None", *self.flags.split(), *own.split()]
@@ -55,7 +55,7 @@ class Row(NamedTuple):
 
 
 def with_guards(fn, device: torch.device, **options):
-    """As CompiledStep compiles, but called by way of ``torch.compile``, which checks guards."""
+    """Compiles as CompiledStep does, but calls go through ``torch.compile``, which checks guards."""
     return torch.compile(fn, fullgraph=True, dynamic=False, options=executables.compile_options(device, **options))
 
 
@@ -67,7 +67,7 @@ def sync_envs(env_id: str, num_envs: int, seed: int, *_, **__) -> gym.vector.Vec
 
 
 def wrapped_envs(*args, make_envs=ppo.make_envs, **kwargs) -> gym.vector.VectorEnv:
-    """Environments that Gymnasium's wrappers normalise, as the reference's."""
+    """Environments normalised by Gymnasium's wrappers, as in the reference."""
     return ppo_reference.wrap_envs(make_envs(*args, **kwargs), gamma=ppo.Args.gamma)
 
 
@@ -96,7 +96,7 @@ LOOP, ATARI_LOOP = ((patch.object(script, "compute_gae", gae_by_loop),) for scri
 SYNC = (patch.object(ppo, "make_envs", sync_envs),)
 WRAPPERS = (
     patch.object(ppo, "make_envs", wrapped_envs),
-    patch.object(ppo, "require_continuous_actions", lambda *_: None),  # the wrappers clip what has no bounds
+    patch.object(ppo, "require_continuous_actions", lambda *_: None),  # ClipAction removes the bounds
     patch.object(RunningMoments, "update", lambda self, batch: None),
     patch.object(RunningMoments, "forward", lambda self, x: x.float()),
     patch.object(RewardNormalizer, "__call__", lambda self, rewards, *_: rewards),
@@ -173,7 +173,7 @@ ROWS = [
 
 
 def run(row: Row, side: str) -> None:
-    """The row's script, on this process's command line."""
+    """Runs the row's script with the flags of this process's command line."""
     script = importlib.import_module(f"leanrl.{row.script}")
     with ExitStack() as stack:
         for change in row.changes if side == "without" else ():

@@ -1,4 +1,4 @@
-"""What the tools share: the entry point, where results go and what is recorded of them, tables, pictures."""
+"""What the tools share: the entry point, the results folder, benchmark records, tables and pictures."""
 
 import importlib.metadata
 import os
@@ -20,7 +20,7 @@ from leanrl.support.run import machine_facts, write_json_atomically
 
 Args = TypeVar("Args")
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart; the one too pale for lines left out.
+# Okabe and Ito's colours, which colour-blind readers can tell apart, without the one too pale for lines.
 COLORS = ("#7f7f7f", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
 # What the label of a mode or a peer contains -> its colour in every picture; the first that fits.
 MODE_COLORS = {"bf16": COLORS[2], "graph": COLORS[6], "sb3:": COLORS[3], "sbx:": COLORS[4], "rl_games:": COLORS[7]}
@@ -30,9 +30,9 @@ MODE_COLORS |= {"-compile": COLORS[1], ":compile": COLORS[1], "_torchcompile": C
 def run_tool(main: Callable[[Args], int | None], args_type: type[Args]) -> None:
     """Entry point of every tool: parses the command line, calls ``main(args)`` and exits with what it returns.
 
-    The module's docstring is the help text. A UsageError, or a package that is missing, becomes one line on stderr and
-    exit code 2; Ctrl-C becomes exit code 130 without a traceback. SIGTERM and a closed terminal unwind the tool too, so
-    that it can end what it has started.
+    The module's docstring is the help text. A UsageError, or a missing package, becomes one line on stderr and exit
+    code 2; Ctrl-C becomes exit code 130 without a traceback. SIGTERM and a closed terminal unwind the tool too, so that
+    it can stop the processes it has started.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
@@ -62,7 +62,7 @@ class OutArgs:
 
 
 def results_folder(args: OutArgs, tool: str) -> Path:
-    """``--out``, or a fresh folder; made before anything is measured, which would be lost if it could not be."""
+    """``--out``, or a fresh folder. It is created before anything is measured, so that no result can be lost."""
     out = Path(args.out or Path(args.runs_dir, tool, time.strftime("%Y%m%d-%H%M%S")))
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -72,9 +72,9 @@ def results_folder(args: OutArgs, tool: str) -> Path:
 
 
 def benchmark_record(tool: str, device: torch.device, packages: Sequence[str] = ()) -> dict:
-    """How a benchmark was made: the command, when, and on what machine, with the versions of ``packages`` too."""
+    """How a benchmark was made: command, time and machine, with the versions of ``packages`` too."""
     machine = machine_facts(device)
-    # Of this process, which measures nothing; each run's args.json has its own.
+    # The number of this process means nothing; each run's args.json has its own.
     del machine["torch_threads"]
     machine["versions"] |= {name: importlib.metadata.version(name) for name in packages}
     return {
@@ -92,7 +92,7 @@ def describe_machine(machine: dict) -> str:
 
 
 def write_results(out: Path, tool: str, record: dict, text: str, figure=None) -> None:
-    """Writes ``TOOL.json``, ``table.md`` and, of a figure, ``TOOL.png`` into ``out``; prints the table."""
+    """Writes ``TOOL.json``, ``table.md`` and, if there is a figure, ``TOOL.png`` to ``out``; prints the table."""
     write_json_atomically(out / f"{tool}.json", record)
     (out / "table.md").write_text(text + "\n")
     if figure is not None:
@@ -109,7 +109,7 @@ def plural(noun: str, items: Sequence) -> str:
 
 
 def mean_std(values: Sequence[float], digits: int = 0) -> str:
-    """``7,850 ± 120``: the mean, and from two values on the sample standard deviation; ``-`` for none."""
+    """``7,850 ± 120``: the mean and, for two or more values, the sample standard deviation; ``-`` for none."""
     if not values:
         return "-"
     mean = f"{statistics.fmean(values):,.{digits}f}"
@@ -117,7 +117,7 @@ def mean_std(values: Sequence[float], digits: int = 0) -> str:
 
 
 def median(values: Sequence[float], digits: int = 0) -> str:
-    """``7,850``: the middle one; ``-`` for none."""
+    """``7,850``: the median; ``-`` for none."""
     return f"{statistics.median(values):,.{digits}f}" if values else "-"
 
 
@@ -127,7 +127,7 @@ def failure_note(failures: Sequence[str]) -> str:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A pipe table whose columns line up on a terminal too: the first to the left, the others to the right."""
+    """A pipe table whose columns line up on a terminal too: the first left-aligned, the others right-aligned."""
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:
@@ -155,8 +155,8 @@ def colors_of(labels: Iterable[str]) -> dict[str, str]:
 
 
 def new_figure(width: float, height: float):
-    """A matplotlib figure of that many inches; not pyplot's, which would look for a screen."""
-    from matplotlib.figure import Figure  # 0.5 s that --help need not wait for
+    """A matplotlib figure of this size in inches, without pyplot, which would look for a screen."""
+    from matplotlib.figure import Figure  # takes 0.5 s; --help need not wait for it
 
     return Figure(figsize=(width, height), layout="constrained", dpi=120)
 

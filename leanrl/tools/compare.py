@@ -1,12 +1,12 @@
-"""Compares training scripts in any modes, and the libraries beside them: one table, one picture, one JSON.
+"""Compares training scripts in any modes, and other libraries: one table, one picture, one JSON file.
 
 A contender is SCRIPT[:MODE], or a peer such as sb3:PPO (Stable-Baselines3) or sbx:SAC, which has the hyperparameters of
-our eager reference and takes its flags. Flags of one contender stand with it in quotes, flags of all after --.
+our eager reference and takes its flags. Flags of one contender go into its quotes, flags of all after --.
 
-Every run is a process of its own, one at a time; the order turns around from seed to seed, and ratios are taken within
-a seed. Speed is environment steps per second of wall clock after warm-up, measured by the same code for all. Returns
-are compared at the last step that all have reached. With --sweep every contender runs at every value of a flag, and the
-picture shows speed against it.
+Every run is a process of its own, one at a time. The order reverses from seed to seed, and ratios are taken within a
+seed. Speed is environment steps per second of wall clock after warm-up, measured by the same code for all. Returns are
+compared at the last step that all have reached. With --sweep every contender runs at every value of a flag, and the
+picture shows speed against that value.
 
     python -m leanrl.tools.compare
     python -m leanrl.tools.compare --seeds 1 2 3 -- --env-id Hopper-v5
@@ -39,12 +39,12 @@ from leanrl.tools.trials import Contender, Trial
 @dataclass
 class Args(common.OutArgs):
     contenders: tuple[str, ...] = ("ppo_continuous_action", "ppo_continuous_action_torchcompile")
-    """SCRIPT[:MODE] or PEER each; MODE is eager, compile, cudagraphs, compile+one-graph ..., by default all of this
-    machine; PEER is sb3:PPO, sb3:PPO-Atari, sb3:SAC, sb3:TD3, sb3:DQN, the same of sbx (but for Atari), rl_games:PPO"""
+    """SCRIPT[:MODE] or PEER each; MODE is eager, compile, cudagraphs, compile+one-graph ..., by default all that run
+    here; PEER is sb3:PPO, sb3:PPO-Atari, sb3:SAC, sb3:TD3, sb3:DQN, the same for sbx (except Atari), rl_games:PPO"""
     sweep: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FLAG VALUES")] = ()
     """a flag without dashes, and the numbers that it takes in turn, as in `num-envs 1 4 16`"""
     seeds: tuple[int, ...] = (1,)
-    """every contender runs once with each, a round"""
+    """every contender runs once with each seed; that is a round"""
     total_timesteps: int = 102_400
     """environment steps of a run"""
     max_seconds: float | None = 30.0
@@ -63,7 +63,7 @@ def main(args: Args) -> int:
     device = trials.target_device(args.script_args)
     flags = [f"--total-timesteps={args.total_timesteps}", f"--max-seconds={args.max_seconds}", *args.script_args]
     contenders = trials.contenders_of(args.contenders, "contenders", device, flags)
-    # Those at one value are neighbours in time.
+    # Runs at one value follow each other.
     points = {value: [at_value(contender, flag, value) for contender in contenders] for value in values}
     every = [*itertools.chain(*points.values())]
     for contender in every:
@@ -79,7 +79,7 @@ def main(args: Args) -> int:
 
 
 def swept(sweep: Sequence[str]) -> tuple[str | None, list[str | None]]:
-    """``--sweep``'s flag without dashes, and its values in the order of the x-axis; one None each without it.
+    """``--sweep``'s flag without dashes, and its values in the order of the x-axis; None and [None] without a sweep.
 
     Raises:
         UsageError: a flag that the tool sets itself, or values that are not different numbers above 0.
@@ -99,7 +99,7 @@ def swept(sweep: Sequence[str]) -> tuple[str | None, list[str | None]]:
 
 
 def at_value(contender: Contender, flag: str | None, value: str | None) -> Contender:
-    """A contender with the swept flag, under a label that tells it; itself where none is."""
+    """A contender with the swept flag, which its label shows; without a sweep, the contender itself."""
     if flag is None:
         return contender
     known = [field.name.replace("_", "-") for field in fields(trials.script_and_flags(contender)[0].Args)]
@@ -110,7 +110,7 @@ def at_value(contender: Contender, flag: str | None, value: str | None) -> Conte
 
 
 def lines_of(rows: Sequence[dict], flag: str) -> dict[str, dict[str, dict]]:
-    """The rows of a sweep by contender, without the flag, and value."""
+    """The rows of a sweep: by contender (without the flag), then by value."""
     lines: dict[str, dict[str, dict]] = {}
     for row in rows:
         lines.setdefault(row["label"].removesuffix(f" --{flag}={row['value']}"), {})[row["value"]] = row
@@ -127,7 +127,7 @@ def make_record(
     device: torch.device,
     sweep: str | None = None,
 ) -> dict:
-    """What the JSON holds, of ``labels`` by the value of the flag ``sweep``, or by None without."""
+    """The contents of the JSON file; keys of ``labels`` are values of the flag ``sweep``, or None without a sweep."""
     peers = filter(None, map(trials.peer_of, itertools.chain(*labels.values())))
     packages = {package for peer in peers for package in PACKAGES[PEERS[peer].module]}
     rows = [{"value": value, **row} for value, group in labels.items() for row in summarize(results, group)]
@@ -136,16 +136,16 @@ def make_record(
 
 
 def write(out: Path, record: dict) -> None:
-    """Leaves a record's JSON, table and picture in ``out``, and prints the table."""
+    """Writes a record's JSON, table and picture to ``out``, and prints the table."""
     text = f"{title(record)}\n\n{render_table(record['rows'], record['sweep'])}"
     common.write_results(out, "compare", record, text, draw(record))
 
 
 def summarize(results: Sequence[Trial], labels: Sequence[str]) -> list[dict]:
-    """One row a contender: what was measured in each of its runs that did not fail, and why the others did.
+    """One row per contender: what was measured in its successful runs, and why the others failed.
 
     Returns are those at ``return_step``, the last step that all these runs have reached. Speeds are divided by that of
-    each peer, in the setting with which it is fastest, or by that of the first contender where there is no peer.
+    each peer in its fastest setting, or by that of the first contender if there is no peer.
     """
     good = {label: [trial for trial in results if trial.label == label and not trial.failure] for label in labels}
 
@@ -153,7 +153,7 @@ def summarize(results: Sequence[Trial], labels: Sequence[str]) -> list[dict]:
         return [trial.summary[key] for trial in good[label] if trial.summary[key] is not None]
 
     def ratios(label: str, baseline: str) -> list[float]:
-        # Within a seed, because runs of one seed lie close together in time and the machine's speed drifts.
+        # Within a seed, because its runs are close together in time and the machine's speed drifts.
         base = {trial.seed: trial.summary["sps"] for trial in good[baseline]}
         return [trial.summary["sps"] / base[trial.seed] for trial in good[label] if base.get(trial.seed)]
 
@@ -179,14 +179,14 @@ def summarize(results: Sequence[Trial], labels: Sequence[str]) -> list[dict]:
 
 
 def points_until(trial: Trial, step: float) -> tuple[list[dict], np.ndarray]:
-    """The log points of a run up to ``step`` at which episodes had ended; at each the mean return of the last 100."""
+    """A run's log points up to ``step`` at which episodes had ended, and at each the mean return of the last 100."""
     points = [p for p in trial.metrics if p["global_step"] <= step and p.get("charts/episodic_return") is not None]
     episodes = np.diff([point["charts/episodes"] for point in points], prepend=0)
     return points, trials.running_mean([point["charts/episodic_return"] for point in points], episodes)
 
 
 def render_table(rows: Sequence[dict], sweep: str | None = None) -> str:
-    """The rows as a markdown table, with its legend; of a ``sweep`` over a flag the speeds, a column for each value."""
+    """The rows as a markdown table with a legend; for a ``sweep`` over a flag, its speeds, a column for each value."""
     if sweep:
         cells = [
             (
@@ -227,7 +227,7 @@ def render_table(rows: Sequence[dict], sweep: str | None = None) -> str:
 
 
 def title(record: dict) -> str:
-    """What was run, and on what: ``HalfCheetah-v5, seeds 1 2, AMD EPYC ...``; below, the flags of all."""
+    """What was run, and where: ``HalfCheetah-v5, seeds 1 2, AMD EPYC ...``; below, everyone's flags."""
     env_ids = sorted({run["args"]["args"]["env_id"] for run in record["runs"] if run["args"]})
     seeds = sorted({run["seed"] for run in record["runs"]})
     versions = record["machine"]["versions"]
@@ -240,9 +240,9 @@ def title(record: dict) -> str:
 
 
 def draw(record: dict):
-    """The figure: of a sweep sps against the flag's value, otherwise bars of sps.
+    """The figure: for a sweep, sps against the flag's value, otherwise bars of sps.
 
-    Where episodes had ended, also their return against steps and against wall clock.
+    If episodes have ended, also their return against steps and against wall clock.
     """
     rows, results = record["rows"], [Trial(**run) for run in record["runs"]]
     if record["sweep"]:
@@ -262,10 +262,10 @@ def draw(record: dict):
 
 
 def draw_speeds(axes, rows: Sequence[dict]) -> None:
-    """Bars of the median sps, the first on top, a dot for each round, the ratios of the table beside them.
+    """Bars of the median sps, the first on top, with a dot for each round and the table's ratios.
 
-    The label stands above its bar and the note at its end, so that nothing overlaps however long they are, and the
-    bars serve as the legend of the figure.
+    Each label is above its bar and each note at its end, so that nothing overlaps however long they are, and the bars
+    serve as the legend of the figure.
     """
     longest = max(itertools.chain(*(row["sps"] for row in rows)), default=1.0)
     colors = common.colors_of(row["label"] for row in rows)
@@ -278,7 +278,7 @@ def draw_speeds(axes, rows: Sequence[dict]) -> None:
         note = f"{common.median(row['sps'])}  ({ratios})" if row["sps"] else "failed"
         end = max(row["sps"], default=0.0) + 0.02 * longest
         axes.text(end, i, note, va="center", fontsize=10, fontweight="bold")
-    # Room for the notes, which begin where the bars end.
+    # Leave room for the notes, which start where the bars end.
     axes.set_xlim(0, 1.65 * longest)
     axes.set_ylim(len(rows) - 0.55, -0.75)
     axes.set_yticks([])
@@ -287,12 +287,12 @@ def draw_speeds(axes, rows: Sequence[dict]) -> None:
 
 
 def draw_sweep(figure, rows: Sequence[dict], flag: str) -> None:
-    """sps against the flag's value: a line through the medians and a dot for each round, the legend below."""
+    """sps against the flag's value: a line through the medians, a dot for each round, and the legend below."""
     from matplotlib.ticker import LogLocator
 
     axes = figure.subplots()
     common.clean(axes)
-    # All colours solid, then all dashed, ...; without the first, which stands for the eager reference elsewhere.
+    # All colours solid, then all dashed, ...; not the first colour, which means the eager reference elsewhere.
     styles = itertools.cycle(itertools.product(("-", "--", ":", "-."), common.COLORS[1:]))
     for (line, at), (style, color) in zip(lines_of(rows, flag).items(), styles, strict=False):
         medians = [(float(value), statistics.median(row["sps"])) for value, row in at.items() if row["sps"]]
@@ -310,7 +310,7 @@ def draw_sweep(figure, rows: Sequence[dict], flag: str) -> None:
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.grid(alpha=0.25)
     axes.set_title("Environment steps per second, both axes logarithmic", loc="left")
-    # The legend in the order of the lines on the right.
+    # The legend has the order of the lines' right ends.
     handles = sorted(axes.get_legend_handles_labels()[0], key=lambda line: -max(line.get_ydata()[-1:], default=0.0))
     figure.legend(handles=handles, loc="outside lower center", frameon=False)
 

@@ -1,9 +1,9 @@
-"""Plays saved models: whole episodes with the policy that training ended with.
+"""Plays saved models: whole episodes with the final policy of a training run.
 
-A run saves its model when it is trained with --save-model. The same seed gives the same returns. A model that was
-trained on EnvPool plays there, but MuJoCo with --capture-video in Gymnasium. Actions are the means or the best ones;
-the Atari and the distributed scripts' are sampled as in training. Of Atari games, returns are the scores of whole ones,
-over all lives.
+A run saves its model if it is trained with --save-model. The same seed gives the same returns. A model trained on
+EnvPool is played there, except that MuJoCo with --capture-video is played in Gymnasium. Actions are the mean or greedy
+ones; those of the Atari and distributed scripts are sampled as in training. The return of an Atari game is the score of
+the whole game, over all lives.
 
     python -m leanrl.tools.evaluate runs/Hopper-v5__ppo_continuous_action__1__1700000000
     python -m leanrl.tools.evaluate runs/* --episodes 100 --seed 7
@@ -32,7 +32,7 @@ class Args:
     episodes: int = 10
     """episodes of each model"""
     seed: int = 0
-    """seed of the evaluation environment, which no training environment has"""
+    """seed of the evaluation environment, which no training environment uses"""
     capture_video: bool = False
     """write the first episode of each model as mp4 into its run directory"""
     sticky: bool = False
@@ -50,19 +50,19 @@ def evaluate(run_dir: Path, args: Args) -> dict:
 
 
 def main(args: Args) -> int:
-    """Evaluates one model after the other; 0 if all could be played, 2 if any could not."""
+    """Evaluates one model after the other; returns 0 if all could be played, 2 if any could not."""
     require_at_least(args, 1, "episodes")
     require_at_least(args, 0, "seed")
     if not args.run_dirs:
         raise UsageError("name at least one run directory")
-    # One observation at a time is no work for two threads: on a busy machine each waits for the other.
+    # One observation is too little work for two threads: on a busy machine each waits for the other.
     torch.set_num_threads(1)
     rows, failures = [], 0
     for run_dir in args.run_dirs:
         try:
             evaluation = evaluate(run_dir, args)
         except UsageError as error:
-            # One run of many that has no model should not cost the results of the others.
+            # A run without a model must not cost the results of the others.
             print(f"evaluate: {error}", file=sys.stderr)
             failures += 1
             continue

@@ -1,20 +1,20 @@
 """Checks the CUDA paths on this machine's GPU, and measures every script there in every mode.
 
-First the tests that need a GPU, among them those that compare modes with eager; where there are two or more, also
-layouts over NCCL, a kill and a hang. Then speeds, one run at a time, what counts most first; they become the table,
-picture and JSON of `leanrl.tools.compare`, a folder for each algorithm. What does not fit into --seconds is left out
-and counted: the same call with the same --out goes on there. A file of tests that alone takes longer than three fifths
-of it needs more --seconds.
+First come the tests that need a GPU, among them those that compare modes with eager; with two or more GPUs, also
+layouts over NCCL, a kill and a hang. Then speeds are measured, one run at a time, the most important first. They become
+the table, picture and JSON file of `leanrl.tools.compare`, with a folder for each algorithm. What does not fit into
+--seconds is left out and counted; the same call with the same --out continues from there. A test file that alone takes
+more than three fifths of that time needs more --seconds.
 
-With --leanrl, LeanRL's own script runs beside ours as it is, with --compile --cudagraphs, in FOLDER/.venv where there
-is one. Its speed is the last "... sps" that it prints, the steps per second since its burn-in (PPO on Atari: of its
-last ten iterations).
+With --leanrl, LeanRL's own script runs unchanged beside ours, with --compile --cudagraphs, in FOLDER/.venv if there is
+one. Its speed is the last "... sps" that it prints, the steps per second since its burn-in (PPO on Atari: over its last
+ten iterations).
 
     python -m leanrl.tools.gpu --out runs/h200
     python -m leanrl.tools.gpu --out runs/h200 --algorithms sac td3 --rounds 2 --leanrl ../LeanRL
 """
 
-# What ./run.sh installs for it, beside what everything needs:
+# What ./run.sh installs for this tool, besides the common requirements:
 # requires: dev
 
 import re
@@ -35,13 +35,13 @@ from leanrl.tools.trials import REPOSITORY, Contender, Deadline, Trial
 
 Name = Literal["sac", "td3", "fast_sac", "ppo", "ppo_atari", "cleanba_ppo", "cleanba_impala", "dqn", "pqn", "pqn_atari"]
 
-# What the checks may take of --seconds, and the cores that a file of tests gets.
+# The share of --seconds that the checks may take, and the cores for each test file.
 CHECK_SHARE, CORES_OF_A_CHECK = 0.6, 4
-# A measured run trains for so long after its warm-up; with less time than RUN_SECONDS left, none is begun.
+# A measured run trains for TRAINING_SECONDS after its warm-up; none starts with less than RUN_SECONDS left.
 TRAINING_SECONDS, RUN_SECONDS = 10.0, 45.0
 
 UPSTREAM = "leanrl:"
-"""Labels of LeanRL's own scripts begin with it."""
+"""The prefix of the labels of LeanRL's own scripts."""
 
 
 @dataclass
@@ -63,19 +63,19 @@ class Algorithm(NamedTuple):
     """How the scripts of one algorithm are measured."""
 
     entries: tuple[str, ...]
-    """SCRIPT[:MODE] each, or every mode of a SCRIPT; the first is what the others are compared with"""
+    """SCRIPT[:MODE] each, or SCRIPT for all its modes; the others are compared with the first"""
     flags: str = ""
     upstream_flags: str = ""
-    """of LeanRL's own fast script; it is not measured without"""
+    """flags of LeanRL's own fast script, which is measured only if there are some"""
 
 
 LEARNING = "--learning-starts=1000"
-# LeanRL's burn-in of 3 steps would leave the capture of its graphs in the speed.
+# With LeanRL's burn-in of 3 steps, its speed would include the capture of its graphs.
 UPSTREAM_LEARNING = f"{LEARNING} --measure-burnin=500 --total-timesteps=10000"
 
 
 def pair(reference: str, flags: str = "", upstream_flags: str = "", *others: str) -> Algorithm:
-    """An eager reference, every mode of its fast variant, and ``others`` of that."""
+    """An eager reference, every mode of its fast variant, and the variant in ``others``, modes with flags."""
     fast = f"{reference}_torchcompile"
     return Algorithm((reference, fast, *(f"{fast}:{other}" for other in others)), flags, upstream_flags)
 
@@ -88,7 +88,7 @@ ALGORITHMS: dict[Name, Algorithm] = {
     "ppo_atari": pair("ppo_atari_envpool", "", "--total-timesteps=40960", "compile+one-graph --amp bf16"),
     "cleanba_ppo": Algorithm(("cleanba_ppo", "cleanba_ppo:compile+cudagraphs --amp bf16")),
     "cleanba_impala": Algorithm(("cleanba_impala", "cleanba_impala:compile+cudagraphs --amp bf16")),
-    # Measured on the way to greedy actions.
+    # Measured while the share of greedy actions grows.
     "dqn": pair("dqn", f"{LEARNING} --total-timesteps=60000", UPSTREAM_LEARNING),
     "pqn": pair("pqn", "--total-timesteps=122880"),
     "pqn_atari": pair("pqn_atari_envpool", "", "", "compile+cudagraphs --amp bf16"),
@@ -96,7 +96,7 @@ ALGORITHMS: dict[Name, Algorithm] = {
 
 
 def measured_contenders(name: Name, device: torch.device, leanrl: str | None = None) -> list[Contender]:
-    """LeanRL's own script, where its folder is given, then our reference and every mode of the fast script.
+    """LeanRL's own script, if its folder is given, then our reference and every mode of the fast script.
 
     Raises:
         UsageError: there is no such script in the folder.
@@ -116,7 +116,7 @@ def measured_contenders(name: Name, device: torch.device, leanrl: str | None = N
 
 
 def counts_most(contender: Contender) -> bool:
-    """Whether a contender comes before others: the plainest of an algorithm, and those with all that makes it fast."""
+    """Whether a contender runs first: the plainest of an algorithm, and those with everything that makes it fast."""
     plain = "--" not in contender.label and "_torchcompile" not in contender.label
     return plain or any(f"--compile {graphs}" in contender.label for graphs in ("--cudagraphs", "--one-graph"))
 
@@ -133,7 +133,7 @@ def main(args: Args) -> int:
 
 
 def examine(args: Args, device: torch.device) -> int:
-    """Checks and measures; the exit code, 1 where a check or a run has failed, in this call or an earlier one."""
+    """Checks and measures; returns exit code 1 if a check or a run failed, in this call or an earlier one."""
     contenders = {name: measured_contenders(name, device, args.leanrl) for name in args.algorithms}
     out = common.results_folder(args, "gpu")
     checks = {row["check"]: row for row in trials.earlier_record(out, "gpu", device).get("checks", ())}
@@ -191,10 +191,10 @@ def check(deadline: Deadline, passed: Collection[str], folder: Path) -> Iterator
 
     Args:
         passed: files to leave out.
-        folder: of what they print.
+        folder: for what they print.
 
     Yields:
-        {"check": a file, "passed", "detail"} of each as it ends; None for one that the deadline left out.
+        {"check": a file, "passed", "detail"} for each as it ends; None for one that the deadline left out.
     """
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -215,25 +215,25 @@ def check(deadline: Deadline, passed: Collection[str], folder: Path) -> Iterator
             for future in as_completed([pool.submit(check_file, path) for path in files if path.name not in passed]):
                 yield future.result()
         finally:
-            deadline.at = 0.0  # after an error the children too are to stop
+            deadline.at = 0.0  # after an error the child processes must stop too
 
 
 def turns_of(contenders: dict[Name, list[Contender]], rounds: int) -> list[tuple[Name, Contender, int]]:
-    """(algorithm, contender, round) in their order, which turns around with every round, but for what counts most."""
+    """(algorithm, contender, round), round by round: the most important first; the order reverses with every round."""
     every = [(name, contender) for name, group in contenders.items() for contender in group]
     turns = [(*turn, seed) for seed, turn in trials.rounds_of(every, range(1, rounds + 1))]
     return sorted(turns, key=lambda turn: (turn[2], not counts_most(turn[1])))
 
 
 def record_of(trials: list[Trial], contenders: list[Contender], device: torch.device) -> dict:
-    """compare's of those that have been run; factors are those over LeanRL's own script, or our reference without."""
+    """compare's record of the runs so far; ratios are over LeanRL's own script, or over our reference without it."""
     ran = {trial.label for trial in trials}
     labels = [contender.label for contender in contenders if contender.label in ran]
     return compare.make_record("gpu", trials, {None: labels}, device)
 
 
 def run_upstream(contender: Contender, seed: int, runs_dir: Path, deadline: Deadline) -> Trial:
-    """One of LeanRL's own scripts, of which nothing is known but the speed that it prints; without wandb's server."""
+    """Runs one of LeanRL's own scripts offline; only the speed that it prints is known."""
     run_dir = runs_dir / f"{re.sub(r'[^A-Za-z0-9]+', '_', contender.label)}__seed{seed}"
     run_dir.mkdir(parents=True, exist_ok=True)
     trial = Trial(contender.label, seed, [*contender.command, f"--seed={seed}"], str(run_dir), exit_code=0)

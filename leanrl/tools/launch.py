@@ -1,12 +1,12 @@
-"""Starts a script on several environments with several seeds, some at a time here or as a SLURM array.
+"""Starts a script on several environments with several seeds, on this machine or as a SLURM array.
 
     python -m leanrl.tools.launch --env-ids Breakout-v5 Pong-v5 --num-seeds 3 --workers 2 -- \\
         leanrl/cleanba_ppo.py --device cpu --compile --save-model
     python -m leanrl.tools.launch --env-ids Breakout-v5 --slurm-template leanrl/tools/cleanba.slurm \\
         --slurm-ntasks 2 --slurm-gpus-per-task 2 --dry-run -- leanrl/cleanba_ppo.py --distributed --learner-device-ids 1
 
-What comes after -- is the script with its flags; --env-id, --seed and --run-name are added. --dry-run prints what would
-be run or submitted. A SLURM template may name {array} {ntasks} {nodes} {gpus_per_task} {cpus_per_gpu} {commands}.
+The script and its flags come after --; --env-id, --seed and --run-name are added. --dry-run prints what would be run
+or submitted. A SLURM template may name {array} {ntasks} {nodes} {gpus_per_task} {cpus_per_gpu} {commands}.
 """
 
 import math
@@ -36,19 +36,19 @@ class Args:
     num_seeds: int = 3
     """runs of each environment"""
     start_seed: int = 1
-    """the first of their seeds"""
+    """the first seed"""
     workers: int = 1
     """runs at a time on this machine"""
     slurm_template: Annotated[Path | None, tyro.conf.arg(aliases=["--slurm-template-path"])] = None
     """write a SLURM array job from this file and submit it, instead of running here"""
     slurm_ntasks: int = 1
-    """tasks of a run: its groups, with --distributed"""
+    """tasks of a run; with --distributed, its groups"""
     slurm_nodes: int = 1
     """nodes of a run"""
     slurm_gpus_per_task: int = 1
     """devices of a group"""
     slurm_cpus_per_gpu: int = 10
-    """CPU cores for each"""
+    """CPU cores for each device"""
     runs_dir: str = "runs"
     """where the job file and its output go"""
     dry_run: bool = False
@@ -58,10 +58,10 @@ class Args:
 
 
 def commands(args: Args, stamp: str) -> list[list[str]]:
-    """One command line a run: every environment with the first seed, then with the next.
+    """One command line per run: every environment with the first seed, then with the next.
 
     Raises:
-        UsageError: no such script, or a flag that is added here.
+        UsageError: there is no such script, or a flag is one that is added here.
     """
     known = sorted(path.name for path in SCRIPTS.glob("[!_]*.py"))
     name = Path(args.command[0]).name if args.command else ""
@@ -81,7 +81,7 @@ def commands(args: Args, stamp: str) -> list[list[str]]:
 
 
 def slurm_job(args: Args, lines: list[list[str]]) -> str:
-    """The template, filled in. UsageError where it cannot be read or names what is not known."""
+    """The filled-in template. UsageError if it cannot be read or has an unknown placeholder."""
     fields = {
         "array": f"0-{len(lines) - 1}",
         "ntasks": args.slurm_ntasks,

@@ -1,42 +1,42 @@
-"""One run of a peer: a library's algorithm with the hyperparameters and flags of our script of the same.
+"""One run of a peer: a library's algorithm, with the hyperparameters and flags of our script for it.
 
-`leanrl.tools.compare` starts it for contenders like sb3:PPO. It leaves a run directory as our scripts do, its speed
-measured by the same code. JAX compiles in the first updates, so these are warm-up: PPO's first iteration, and
-off-policy what comes before learning_starts with 50 rounds of updates more. The clock stops when the last update is
-done. A further peer is a line of PEERS, with what that names.
+`leanrl.tools.compare` starts it for contenders like sb3:PPO. It leaves a run directory as our scripts do, and the same
+code measures its speed. JAX compiles during the first updates, so these count as warm-up: PPO's first iteration, and
+off-policy all steps before learning_starts plus 50 rounds of updates. The clock stops when the last update is done. To
+add a peer, add a line to PEERS and the functions that it names.
 
     python -m leanrl.tools.peers sb3:PPO --total-timesteps 20480
     python -m leanrl.tools.peers sbx:SAC --total-timesteps 6000 --learning-starts 1000
     python -m leanrl.tools.peers rl_games:PPO --num-envs 64 --num-steps 256 --env-backend envpool
 
-How the peers differ from our reference, as of Stable-Baselines3 2.9, SBX 0.28 and rl_games 1.6; flags of the reference
-that the peers could not take in the same sense are refused:
-- SB3 and SBX step several environments in one process (DummyVecEnv), as our reference does. SBX computes on the CPU,
-  whatever --device is; so does SB3's PPO.
-- PPO: SBX ignores clip_range_vf (it takes the argument and does not use it), gives policy and value an optimiser and a
-  gradient clip each, and initialises only the policy's last layer orthogonally. Both anneal the learning rate from the
-  second iteration's on, down to 0 for the last.
-- PPO of rl_games takes the flags of our fast variant and steps the same environments, on EnvPool too; the step that
-  only resets counts as one of play to it, and of the next episode's length. It compiles its model, as it does by
-  default. It normalises returns where ours does rewards, and advantages over the whole rollout; its minibatches are
-  the same in every epoch, not drawn. Actions are clipped to [-1, 1] and scaled to their bounds. Where time runs out it
-  adds the discounted value of the state that the last step began in. Layers begin as PyTorch's do.
-- PPO on Atari: SB3 only, on our environments over EnvPool; the step that only resets counts as one of play to it.
-- SAC, TD3 and DQN: their replays keep observations in the environment's type, float64 for MuJoCo, ours in float32. A
-  round is a whole number of steps and of updates, so that 4 environments with updates_per_step 0.1 have 2 updates
-  after every 5 steps, ours one after every second or third; a run ends after a whole round.
-- SAC: SB3 has one learning rate, here policy_lr; SBX has q_lr for the critics, but policy_lr for the entropy
-  coefficient, which in ours learns with q_lr. Both train the actor in every update; ours in every policy_frequency-th
-  that many times, so as often. Their loss of the entropy coefficient is -log(alpha) * (log_pi + target) on the actions
-  that trained the actor, ours -alpha * (log_pi + target) on actions sampled anew, one more pass through the actor.
-  They count half the squared error of the critics (a factor that Adam divides out), and clip log_std to [-20, 2] where
-  ours squashes it into [-5, 2].
-- TD3: SBX moves the targets in every update, SB3 and ours in every policy_frequency-th. SBX trains the actor on the
-  lower of both critics, SB3 and ours on the first; SBX counts half the squared error. Both add the exploration noise
-  to the random actions before learning_starts too.
-- DQN: SBX's hidden layers are 120 and 120 (it reads the first number only), SB3's and ours 120 and 84. Both take the
-  Huber loss, ours the squared error. Before learning_starts they act at random, ours epsilon-greedily; with several
-  environments they toss one coin for all. SB3 computes the gradient's norm, to clip it at infinity.
+How the peers differ from our reference, as of Stable-Baselines3 2.9, SBX 0.28 and rl_games 1.6 (flags of the reference
+that mean something else to a peer are refused):
+- SB3 and SBX step several environments in one process (DummyVecEnv), as our reference does. SBX and SB3's PPO compute
+  on the CPU, whatever --device is.
+- PPO: SBX ignores clip_range_vf (it takes the argument and does not use it), gives policy and value separate
+  optimisers and gradient clips, and initialises only the policy's last layer orthogonally. Both anneal the learning
+  rate from the second iteration's value, down to 0 for the last.
+- PPO of rl_games takes the flags of our fast variant and steps the same environments, on EnvPool too; it counts the
+  step that only resets as an ordinary step, and adds it to the next episode's length. It compiles its model, as is its
+  default. It normalises returns instead of rewards, and advantages over the whole rollout; its minibatches are the same
+  in every epoch, not drawn anew. Actions are clipped to [-1, 1] and scaled to their bounds. On truncation it adds the
+  discounted value of the state before the last step. Layers have PyTorch's default initialisation.
+- PPO on Atari: SB3 only, on our environments over EnvPool; it counts the step that only resets as an ordinary step.
+- SAC, TD3 and DQN: their replays keep observations in the environment's type, float64 for MuJoCo; ours keep float32. A
+  round of theirs is a whole number of steps and of updates: 4 environments with updates_per_step 0.1 have 2 updates
+  after every 5 steps, where ours have one after every second or third. A run ends after a whole round.
+- SAC: SB3 has one learning rate, here policy_lr. SBX has q_lr for the critics and policy_lr for the entropy
+  coefficient, where ours has q_lr. Both train the actor in every update; ours trains it policy_frequency times in every
+  policy_frequency-th update, so as often. Their loss of the entropy coefficient is -log(alpha) * (log_pi + target) on
+  the actions that trained the actor; ours is -alpha * (log_pi + target) on newly sampled actions, which takes one more
+  pass through the actor. They halve the squared error of the critics (a factor that Adam divides out), and clip log_std
+  to [-20, 2]; ours squashes it into [-5, 2].
+- TD3: SBX updates the targets in every update, SB3 and ours in every policy_frequency-th. SBX trains the actor on the
+  lower of both critics, SB3 and ours on the first. SBX halves the squared error. Both add the exploration noise also to
+  the random actions before learning_starts.
+- DQN: SBX's hidden layers are 120 and 120 (it reads only the first number), SB3's and ours 120 and 84. Both use the
+  Huber loss, ours the squared error. Before learning_starts they act at random, ours epsilon-greedily. With several
+  environments they decide once for all whether to explore. SB3 computes the gradient norm only to clip it at infinity.
 """
 
 import importlib
@@ -61,7 +61,7 @@ from leanrl.support.errors import UsageError, bad, pip_command
 from leanrl.support.run import Run
 
 WARMUP_ROUNDS = 50
-"""Rounds of updates of an off-policy peer before its clock starts: JAX compiles in the first few."""
+"""Rounds of updates before an off-policy peer's clock starts: JAX compiles in the first few."""
 
 
 # ---------------------------------------------------------------------------------------------------------------- PPO
@@ -91,7 +91,7 @@ def ppo(args, module: str, envs) -> Any:
         ent_coef=args.ent_coef,
         vf_coef=args.vf_coef,
         max_grad_norm=args.max_grad_norm,
-        # Adam's eps is 1e-5 in both without being asked.
+        # Adam's eps is 1e-5 in both by default.
         policy_kwargs={**network, "ortho_init": True},
         seed=args.seed,
         device=device,
@@ -99,7 +99,7 @@ def ppo(args, module: str, envs) -> Any:
 
 
 def rl_games_ppo(args, module: str, envs) -> Any:
-    """rl_games' Runner of its PPO: its configuration of HalfCheetah, with our hyperparameters and network."""
+    """rl_games' PPO Runner: its configuration for HalfCheetah, with our hyperparameters and network."""
     import yaml
 
     configuration = importlib.resources.files(module) / "configs" / "mujoco" / "halfcheetah_envpool.yaml"
@@ -135,7 +135,7 @@ def rl_games_ppo(args, module: str, envs) -> Any:
 
 
 class Timing(NamedTuple):
-    """When a peer's algorithm learns; all but the last in environment steps."""
+    """When a peer's algorithm learns; all but the last are in environment steps."""
 
     round_steps: int
     """between updates: the run ends after a whole number of rounds"""
@@ -158,7 +158,7 @@ def ppo_timing(args) -> Timing:
 
 
 def updates_of_round(args) -> Fraction:
-    """Updates in each round over steps of the vector of environments in it, the reference's updates_per_step."""
+    """The ratio of updates to vector steps in a round, which matches the reference's updates_per_step."""
     ratio = Fraction(args.updates_per_step * args.num_envs).limit_denominator(10_000)
     if not ratio:
         raise bad("updates_per_step", args.updates_per_step, "is less than the peers can do; try 0.001")
@@ -191,7 +191,7 @@ def off_policy_arguments(args, envs) -> dict:
 
 
 def sac_timing(args) -> Timing:
-    """As of all off-policy algorithms."""
+    """As for all off-policy algorithms."""
     for name, only in (("target_network_frequency", 1), ("policy_updates", None)):
         if (value := getattr(args, name)) != only:
             raise bad(name, value, f"the peers only have {only}; leave it out")
@@ -244,7 +244,7 @@ def dqn(args, module: str, envs) -> Any:
 
 
 def plain_envs(args, require_actions: Callable) -> Any:
-    """As many environments as the reference has, stepped in this process; UsageError where it would refuse them."""
+    """The environments of the reference, stepped in this process; UsageError if it would refuse them."""
     from stable_baselines3.common.env_util import make_vec_env
 
     probe = make_envs(args.env_id, 1, args.seed)
@@ -258,7 +258,7 @@ discrete_envs = partial(plain_envs, require_actions=require_discrete_actions)
 
 
 def normalized_envs(args) -> Any:
-    """The peers' counterpart of our PPO's wrappers; the clipping of actions is in their algorithms."""
+    """The peers' counterpart of our PPO's wrappers; their algorithms clip the actions."""
     from stable_baselines3.common.vec_env import VecNormalize
 
     return VecNormalize(
@@ -267,14 +267,14 @@ def normalized_envs(args) -> Any:
 
 
 def rl_games_envs(args) -> Any:
-    """Our environments as rl_games' vectorised ones; their own autoreset, so a step that only resets counts as play."""
+    """Our environments in rl_games' interface, with their own autoreset: a step that only resets counts as a step."""
     from rl_games.common.ivecenv import IVecEnv
 
     envs = make_envs(args.env_id, args.num_envs, args.seed, args.env_backend)
     require_continuous_actions(envs, args.env_id)
 
     class Envs(IVecEnv):
-        """What rl_games asks of environments."""
+        """The interface that rl_games asks of environments."""
 
         close = envs.close
 
@@ -292,11 +292,11 @@ def rl_games_envs(args) -> Any:
 
 
 def atari_envs(args) -> Any:
-    """Our Atari environments as SB3's VecEnv; their own autoreset, so a step that only resets counts as play."""
+    """Our Atari environments as an SB3 VecEnv, with their own autoreset: a step that only resets counts as a step."""
     from stable_baselines3.common.vec_env import VecEnv
 
     class AtariVecEnv(VecEnv):
-        """Also the Monitors that the callback asks for: returns and lengths of the whole games of each environment."""
+        """Also the Monitors that the callback reads: returns and lengths of each environment's whole games."""
 
         def __init__(self, envs) -> None:
             super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
@@ -320,7 +320,7 @@ def atari_envs(args) -> Any:
                 for i, value in zip(np.flatnonzero(ends), values, strict=True):
                     all_ended[i].append(value)
             self.resets = dones
-            # SB3 bootstraps from the last observation where time ran out.
+            # SB3 bootstraps truncated episodes from this observation.
             infos: list[dict] = [{} for _ in range(self.num_envs)]
             for i in np.flatnonzero(dones):
                 ran_out = bool(truncations[i] and not terminations[i])
@@ -330,10 +330,10 @@ def atari_envs(args) -> Any:
         def get_attr(self, attr_name: str, indices=None) -> list:
             return self.ended.get(attr_name) or [None] * self.num_envs
 
-        set_attr = env_method = None  # no one calls them
+        set_attr = env_method = None  # nobody calls them
 
         def env_is_wrapped(self, wrapper_class, indices=None) -> list[bool]:
-            # As Monitor is, whose part this plays.
+            # It stands in for a Monitor.
             return [wrapper_class.__name__ == "Monitor"] * self.num_envs
 
         def close(self) -> None:
@@ -346,7 +346,7 @@ def atari_envs(args) -> Any:
 
 
 def learn(model, run: Run, timing: Timing) -> None:
-    """Trains a model of SB3 or SBX to the end of ``run``; logs every ``timing.log_every`` steps after the warm-up."""
+    """Trains an SB3 or SBX model to the end of ``run``; logs every ``timing.log_every`` steps after the warm-up."""
     from stable_baselines3.common.callbacks import BaseCallback
 
     class Recorder(BaseCallback):
@@ -355,11 +355,11 @@ def learn(model, run: Run, timing: Timing) -> None:
         def _on_training_start(self) -> None:
             self.episodes_seen = [0] * self.training_env.num_envs
             self.next_stop = timing.warmup_steps
-            # Started again after the warm-up; a run interrupted before that has a speed too.
+            # It starts again after the warm-up, but a run that is interrupted before that needs a speed too.
             run.start_clock()
 
         def _on_rollout_start(self) -> None:
-            # The round before this one is done, its updates included. Off-policy, a round may be one step: be brief.
+            # The previous round is done, updates included. Off-policy, a round may be a single step: keep this short.
             self.is_stopped = run.stop_requested
             if self.num_timesteps < self.next_stop and not self.is_stopped:
                 return
@@ -374,14 +374,14 @@ def learn(model, run: Run, timing: Timing) -> None:
             return not self.is_stopped
 
         def _on_training_end(self) -> None:
-            if not self.is_stopped:  # a step into the next round, which does not count
+            if not self.is_stopped:  # one step into the next round, which does not count
                 self.update()
                 run.log({})
 
         def update(self) -> None:
             run.global_step = self.num_timesteps
             run.optimizer_steps = self.model._n_updates * timing.update_steps
-            # Read from the environments' Monitors now and then: that costs the peer nothing in its steps.
+            # Read from the environments' Monitors now and then, which costs the peer's steps nothing.
             returns, lengths = (self.training_env.get_attr(f"episode_{name}") for name in ("returns", "lengths"))
             for i, seen in enumerate(self.episodes_seen):
                 run.record_episodes(returns[i][seen:], lengths[i][seen:])
@@ -392,7 +392,7 @@ def learn(model, run: Run, timing: Timing) -> None:
 
 
 def learn_rl_games(runner, run: Run, timing: Timing) -> None:
-    """Trains what an rl_games Runner is set up for to the end of ``run``; logs every iteration after the first."""
+    """Runs an rl_games Runner's training to the end of ``run``; logs every iteration after the first."""
     from rl_games.common.algo_observer import AlgoObserver
 
     config = runner.params["config"]
@@ -405,18 +405,18 @@ def learn_rl_games(runner, run: Run, timing: Timing) -> None:
             run.model = self.snapshot
 
         def snapshot(self) -> dict:
-            # TorchScript's module of the moments cannot be pickled.
+            # The moments are a TorchScript module, which cannot be pickled.
             model, space = self.algo.model, self.algo.env_info["action_space"]
             return pickled(rl_games_actions, model.a2c_network, model.running_mean_std.state_dict(), space)
 
         def process_infos(self, infos: dict, done_indices: torch.Tensor) -> None:
-            # Before it forgets the episodes that have ended.
+            # rl_games forgets the finished episodes after this call.
             if len(done_indices):
                 counts = self.algo.current_rewards, self.algo.current_lengths
                 run.record_episodes(*(count[done_indices].flatten().tolist() for count in counts))
 
         def after_print_stats(self, frame: int, epoch_num: int, total_time: float) -> None:
-            # At the end of an iteration, its updates included.
+            # Called at the end of an iteration, updates included.
             is_stopped = run.stop_requested
             run.global_step = epoch_num * timing.round_steps
             run.optimizer_steps = epoch_num * timing.update_steps * config["mini_epochs"]
@@ -430,7 +430,7 @@ def learn_rl_games(runner, run: Run, timing: Timing) -> None:
     config |= {"train_dir": str(run.dir), "full_experiment_name": "rl_games"}
     config["max_epochs"] = run.total_steps // timing.round_steps
     config["features"]["observer"] = Recorder()
-    # Started again after the warm-up; a run interrupted before that has a speed too.
+    # It starts again after the warm-up, but a run that is interrupted before that needs a speed too.
     run.start_clock()
     runner.run_train({})
 
@@ -439,17 +439,17 @@ def learn_rl_games(runner, run: Run, timing: Timing) -> None:
 
 
 def pickled(actions: Callable, *of) -> dict:
-    """What a peer keeps of its policy: ``actions(*of, obs)``."""
+    """A snapshot of a peer's policy, which is ``actions(*of, obs)``."""
     return {"policy": cloudpickle.dumps(partial(actions, *of))}
 
 
 def load_policy(model: dict, envs) -> Callable[[np.ndarray], np.ndarray]:
-    """The policy of a snapshot, as the scripts' functions of this name."""
+    """The policy of a snapshot, like the scripts' functions of this name."""
     return cloudpickle.loads(model["policy"])
 
 
 def sb3_actions(policy, normalizer, obs: np.ndarray) -> np.ndarray:
-    """The best actions of a policy of SB3 or SBX; sampled ones on Atari, as ours."""
+    """The best actions of an SB3 or SBX policy; on Atari sampled ones, as in ours."""
     if normalizer is not None:
         obs = normalizer.normalize_obs(obs)
     return policy.predict(obs, deterministic=obs.ndim == 2)[0]
@@ -457,7 +457,7 @@ def sb3_actions(policy, normalizer, obs: np.ndarray) -> np.ndarray:
 
 @torch.no_grad()
 def rl_games_actions(network, moments: dict, space, obs: np.ndarray) -> np.ndarray:
-    """The means of a policy of rl_games; observations are normalised and actions scaled as by its player."""
+    """The mean actions of an rl_games policy; observations are normalised and actions scaled as in its player."""
     from rl_games.algos_torch.players import rescale_actions
 
     deviation = (moments["running_var"] + 1e-5).sqrt()
@@ -473,20 +473,20 @@ class Peer(NamedTuple):
     """A library's algorithm."""
 
     module: str
-    """of the library, to import"""
+    """the library's module"""
     script: str
-    """ours of the algorithm, whose flags it takes: the eager reference, or for --env-backend the fast variant"""
+    """our script of the algorithm, whose flags it takes: the eager reference, or for --env-backend the fast variant"""
     make_model: Callable
     """(the script's arguments, module, environments) -> the library's algorithm"""
     make_envs: Callable
     timing: Callable[[Any], Timing]
-    """UsageError for arguments that the library could not take in the same sense"""
+    """raises UsageError for arguments that mean something else to the library"""
     learn: Callable = learn
     """(what ``make_model`` returns, run, timing)"""
 
 
 def peers_of(name: str, module: str) -> dict[str, Peer]:
-    """What both SB3 and SBX have."""
+    """The peers that both SB3 and SBX have."""
     return {
         f"{name}:PPO": Peer(module, "ppo_continuous_action", ppo, normalized_envs, ppo_timing),
         f"{name}:SAC": Peer(module, "sac_continuous_action", sac, continuous_envs, sac_timing),
@@ -510,7 +510,7 @@ PEERS = {
 }
 
 PACKAGES = {"stable_baselines3": ("stable_baselines3",), "sbx": ("sbx-rl", "jax"), "rl_games": ("rl_games",)}
-"""Whose versions are recorded, by module."""
+"""Packages whose versions are recorded, by module."""
 
 
 def install(peer: Peer) -> str:
@@ -519,7 +519,7 @@ def install(peer: Peer) -> str:
 
 
 def plan(name: str, args) -> tuple[Timing, int]:
-    """When a peer learns with our reference's arguments, which that has validated, and at which step it ends.
+    """When a peer learns with the reference's validated arguments, and at which step it ends.
 
     Raises:
         UsageError: arguments that the peer cannot take, or too few steps.
@@ -542,10 +542,10 @@ def main(name: str, argv: list[str]) -> None:
     reference = importlib.import_module(f"leanrl.{peer.script}")
     args = parse_args(reference.Args, peer.script, argv)
     if not any(word.startswith(("--num-threads", "--num_threads")) for word in argv):
-        args.num_threads = None  # the library's own choice, whatever is our script's
+        args.num_threads = None  # the library's own choice, not our script's
     reference.validate(args)
     timing, total_steps = plan(name, args)
-    # Before jax is imported, which reads these variables. SBX does not look at its argument `device`.
+    # Before jax is imported, as it reads these variables. SBX ignores its argument `device`.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     if args.num_threads is not None:
         torch.set_num_threads(args.num_threads)
@@ -556,7 +556,7 @@ def main(name: str, argv: list[str]) -> None:
     device = torch.device("cpu") if peer.module == "sbx" else model.device
     with Run(args, f"{name.partition(':')[0]}.py", device, total_steps) as run:
         peer.learn(model, run, timing)
-        run.model = None  # what `finish` would say of it is true of our scripts only
+        run.model = None  # `finish` would print advice that holds only for our scripts
         run.finish({})
     envs.close()
 

@@ -1,16 +1,16 @@
-"""Predicts the speed of distributed layouts from their measured parts, names the bottleneck, and recommends one.
+"""Predicts the speed of distributed layouts from measured pieces, names their bottlenecks, and recommends one.
 
-Measured on this machine, in short runs of the script at two sizes: a rollout of one actor thread (inference and
-emulation), an update of one learner and of two at a time, and the sums of those. Lines through them say what other
-layouts, and other numbers of actor threads and environments, would take. Flags after -- are the script's.
+Short runs of the script on this machine, at two sizes, measure a rollout of one actor thread (inference and emulation),
+an update of one learner and of two at a time, and their gradient sums. Straight lines through these give the time of
+other layouts, and of other numbers of actor threads and environments. Flags after -- are the script's.
 
     python -m leanrl.tools.plan_layout --script cleanba_ppo -- --env-id Breakout-v5 --torso nature --device cpu
     python -m leanrl.tools.plan_layout --check a0-l0-d1 a0-l1-d1 -- --env-id CartPole-v1 --device cpu
 
 On a CPU, devices are virtual and share the cores of their machine. Layouts of several groups are planned with a machine
 like this one for each group, except those that --check runs: they are planned and run on this one. Messages are not
-measured: --nvlink-gbytes is taken for those between the GPUs of a machine, --network-gbytes for those between machines.
-Nor is what actor threads wait for each other in Python, which counts where environments are as fast as CartPole.
+measured: --nvlink-gbytes is assumed between the GPUs of a machine, --network-gbytes between machines. Neither is the
+time that actor threads wait for each other in Python, which matters for environments as fast as CartPole.
 """
 
 import importlib
@@ -33,15 +33,15 @@ from leanrl.tools import common
 from leanrl.tools.profile import LayoutParts, cost_of, measure_layouts
 from leanrl.tools.trials import DISTRIBUTED, SCRIPTS, read_json, run_groups
 
-# Up to 128 devices, twice: where three learners cannot share a group's environments, a learner of its own fits any.
+# Up to 128 devices, twice: three learners may not be able to share a group's environments; one learner always can.
 LAYOUTS = (
     *("a0-l0-d1", "a0-l0,1-d1", "a0-l1-d1", "a0-l1,2-d1", "a0-l1,2,3-d1", "a0,1-l2,3-d1"),
     *(f"a0-l0-d{groups}" for groups in (2, 8, 32, 128)),
     *(f"a0-l1,2,3-d{groups}" for groups in (2, 4, 8, 16, 32)),
 )
-# Times as many actor threads, and environments of each, as the flags say: where the recommendation is looked for.
+# The recommendation is searched among these multiples of the flags' actor threads, and of their environments.
 FACTORS = (0.5, 1, 2, 4)
-# Part of the best speed that is as good.
+# The share of the best speed that counts as equally good.
 NEARLY = 0.95
 
 
@@ -52,11 +52,11 @@ class Args(common.OutArgs):
     layouts: tuple[str, ...] = LAYOUTS
     """layouts to predict"""
     check: tuple[str, ...] = ()
-    """layouts to run here too, beside their prediction"""
+    """layouts that are also run here, to check their prediction"""
     check_updates: int = 20
-    """updates of such a run"""
+    """updates of each such run"""
     repeats: int = 3
-    """iterations of each run that are measured, of which the median counts"""
+    """measured iterations of each run; the median counts"""
     nvlink_gbytes: float = 200.0
     """10**9 bytes a second between the GPUs of a machine"""
     network_gbytes: float = 10.0
@@ -73,7 +73,7 @@ class Prediction(NamedTuple):
     num_envs: int
     sps: float
     seconds: dict[str, float]
-    """of an iteration: rollout, transfer, update, all-reduce"""
+    """seconds of an iteration: rollout, transfer, update, all-reduce"""
     bottleneck: str
 
 
@@ -81,13 +81,13 @@ class Prediction(NamedTuple):
 
 
 def layout_of(text: str, script_args) -> Layout:
-    """The layout of that name with the script's threads, environments and shards; UsageError where they do not fit."""
+    """The layout of that name with the script's threads, environments and shards; UsageError if they do not fit."""
     actors, learners, num_groups = parse_layout(text)
     return Layout.of(replace(script_args, actor_device_ids=actors, learner_device_ids=learners), num_groups)
 
 
 def alternatives(layouts: Sequence[str], module, script_args, cores: int) -> list[tuple[str, object]]:
-    """(layout, flags): each layout with FACTORS times as many threads and environments, where the script takes them."""
+    """(layout, flags): each layout with FACTORS times as many threads and environments, if the script accepts them."""
     given = script_args.num_actor_threads
     threads = sorted({min(int(factor * given), max(cores, given)) for factor in FACTORS})
     local_num_envs = [int(factor * script_args.local_num_envs) for factor in FACTORS]
@@ -105,7 +105,7 @@ def predict(text: str, parts: LayoutParts, script_args, cores: int, machines: in
 
     Args:
         cores: of a machine.
-        machines: that the groups are spread over, each group on one.
+        machines: how many the groups are spread over; each group is on one.
     """
     layout = layout_of(text, script_args)
     actors, learners, threads = layout.actor_device_ids, layout.learner_device_ids, layout.num_actor_threads
@@ -118,7 +118,7 @@ def predict(text: str, parts: LayoutParts, script_args, cores: int, machines: in
     update = cost_of(layout.num_envs // layout.num_learners, updates)
     play = cost_of(layout.local_num_envs, parts.rollout)
     rollout = max(play.wall, num_threads * play.cores / cores)
-    if script_args.device != "cpu":  # the threads of a device share it
+    if script_args.device != "cpu":  # the threads of a device share its GPU
         rollout = max(rollout, threads * play.inference)
     updating = max(update.wall, num_learners * update.cores / cores)
 
@@ -139,7 +139,7 @@ def predict(text: str, parts: LayoutParts, script_args, cores: int, machines: in
         if machines > 1:  # a ring is as fast as its slowest link
             per_byte = max(per_byte, 1 / (1e9 * network_gbytes))
         n = layout.num_learners
-        # Rings pass 2 (n - 1) / n of the vector through each link: the whole of it once where n = 2, as measured.
+        # Rings pass 2 (n - 1) / n of the vector through each link: for n = 2 the whole vector once, as measured.
         reduction = parts.steps * (latency * math.log2(n) + per_byte * 4 * parts.params * 2 * (n - 1) / n)
     seconds = {"rollout": rollout, "transfer": travel + publishing, "update": updating, "all-reduce": reduction}
     work = (num_threads * play.cores + num_learners * update.cores) / cores
@@ -158,10 +158,10 @@ def predict(text: str, parts: LayoutParts, script_args, cores: int, machines: in
 
 
 def recommend(predictions: Sequence[Prediction]) -> list[str]:
-    """Advice in sentences: actors, learners, threads and environments, for the most speed and for the most of a device.
+    """Advice in sentences: actors, learners, threads and environments, for the best speed in all and per device.
 
-    Of those that are NEARLY as good as the best, the one with the fewest environments is named: from more of them a run
-    of as many steps learns in fewer, larger updates.
+    Among those NEARLY as good as the best, it names the one with the fewest environments: with more of them, a run of
+    the same number of steps learns in fewer, larger updates.
     """
 
     def name(what: str, value: Callable[[Prediction], float]) -> str:
@@ -181,7 +181,7 @@ def recommend(predictions: Sequence[Prediction]) -> list[str]:
 
 
 def run_layout(text: str, args: Args, script_args, folder: Path) -> float:
-    """Runs a layout here, all groups on this machine; returns its steps per second. SystemExit where it fails."""
+    """Runs a layout here, all groups on this machine; returns its steps per second. SystemExit if it fails."""
     actors, learners, num_groups = parse_layout(text)
     num_envs = script_args.local_num_envs * script_args.num_actor_threads * len(actors) * num_groups
     total = args.check_updates * num_envs * script_args.num_steps
@@ -222,7 +222,7 @@ def main(args: Args) -> int:
     script_args.device = device.type
     layouts, left_out = {}, {}
     for text in dict.fromkeys((*args.check, *args.layouts)):
-        parse_layout(text)  # what is none is refused, whatever the flags
+        parse_layout(text)  # anything that is not a layout is refused, whatever the flags
         try:
             layout = layout_of(text, script_args)
             module.validate_shards(script_args, layout)

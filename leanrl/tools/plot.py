@@ -1,21 +1,22 @@
 """Draws learning curves: return against environment steps and against wall clock, one column per environment.
 
-Runs of the same script, mode and environment are one group: its line is the interquartile mean (IQM) over seeds, the
-band rliable's 95 % stratified bootstrap interval, both of the mean over the last 100 training episodes. Beside the
-picture it writes the raw curves as CSV and, as markdown, the final returns (CleanRL's metric: mean of the last 100
-training episodes) and how far the groups' intervals overlap.
+Runs of the same script, mode and environment form a group. Its line is the interquartile mean (IQM) over seeds and its
+band rliable's 95 % stratified bootstrap interval, both of the mean over the last 100 training episodes. With the
+picture, the tool writes the raw curves as CSV and, as markdown, the final returns (CleanRL's metric: mean of the last
+100 training episodes) and how far the groups' intervals overlap.
 
     python -m leanrl.tools.plot runs
     python -m leanrl.tools.plot 'runs/Hopper*' --out plots/hopper
     python -m leanrl.tools.plot --csv plots/hopper.csv --out plots/hopper_again
     python -m leanrl.tools.plot runs --env-ids Hopper-v5 --max-steps 200000 --no-wall-clock
 
-With --timeline it draws who waited for whom in a distributed run instead: a row a part, a bar an interval.
+With --timeline it instead draws who waited for whom in a distributed run: a row per actor thread or
+learner, a bar per interval.
 
     python -m leanrl.tools.plot runs/my_cleanba_run --timeline 10
 """
 
-# What ./run.sh installs for it, beside what everything needs:
+# What ./run.sh installs for this tool, besides the common requirements:
 # requires: dev
 
 import glob
@@ -45,12 +46,12 @@ REPS = 2000
 """bootstrap resamples"""
 GRID_POINTS = 100
 
-Curve = "pandas.DataFrame"  # of requirements-dev, and 0.5 s that --help need not wait for
+Curve = "pandas.DataFrame"  # a dev requirement; importing it takes 0.5 s, for which --help need not wait
 COLUMNS = ["run", "script", "mode", "env_id", "seed", "global_step", "wall_seconds", "episodic_return", "episodes"]
 COLUMNS += ["sps", "final", "finished"]
-"""A curve has a row for each log point of a run at which episodes had ended: so many since the one before, with this
+"""A curve has a row for each log point of a run at which episodes had ended: how many since the row before, and their
 mean return. The same in all rows are ``sps``, after warm-up; ``final``, the mean return of the last 100 episodes as the
-run itself counted them, NaN before it ended; and ``args``, which no CSV has."""
+run itself counted them, NaN before it ended; and ``args``, which is not in the CSV."""
 
 
 @dataclass
@@ -58,7 +59,7 @@ class Args:
     runs: tyro.conf.Positional[tuple[str, ...]] = ()
     """run directories, folders that hold some, or globs of either"""
     csv: tuple[Path, ...] = ()
-    """curves that this tool wrote before, drawn together with the runs"""
+    """curves written by this tool before, to draw together with the runs"""
     out: Path | None = None
     """where to write, without suffix: OUT.png, OUT.csv and OUT.md; by default plots/episodic_return"""
     timeline: int | None = None
@@ -66,9 +67,9 @@ class Args:
     env_ids: tuple[str, ...] = ()
     """draw these environments alone"""
     max_steps: int | None = None
-    """leave out what came after so many environment steps"""
+    """leave out everything after this many environment steps"""
     wall_clock: bool = True
-    """draw against wall clock too, which means little for runs that were paused or shared a machine"""
+    """also draw against wall clock, which means little for runs that were paused or shared a machine"""
 
 
 # ------------------------------------------------------------------------------------------------------------ CURVES
@@ -76,7 +77,7 @@ class Args:
 
 @contextmanager
 def errors_of(name: str, verb: str) -> Iterator[None]:
-    """Makes of what can go wrong with a file a UsageError: ``NAME: cannot be VERB (...)``."""
+    """Turns errors with a file into a UsageError: ``NAME: cannot be VERB (...)``."""
     try:
         yield
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
@@ -84,18 +85,18 @@ def errors_of(name: str, verb: str) -> Iterator[None]:
 
 
 def mode_of(args: dict) -> str:
-    """``eager``, or what a run switched on, joined as ``compare`` writes it: ``compile+cudagraphs``."""
-    graphs = "one-graph" if args.get("one_graph") else "cudagraphs"  # which one-graph implies
+    """``eager``, or what a run switched on, as ``compare`` writes it: ``compile+cudagraphs``."""
+    graphs = "one-graph" if args.get("one_graph") else "cudagraphs"  # implied by one-graph
     amp = args.get("amp", "none").removeprefix("none")
     words = [args.get("compile") and "compile", args.get("cudagraphs") and graphs, amp]
     return "+".join(filter(None, words)) or "eager"
 
 
 def read_run(run_dir: Path) -> list[Curve]:
-    """The one curve of a run directory, be it finished or still under way.
+    """The one curve of a run directory, finished or still running.
 
     Raises:
-        UsageError: not a run directory, damaged, or no episode has ended.
+        UsageError: it is not a run directory, is damaged, or no episode has ended.
     """
     import pandas as pd
 
@@ -119,7 +120,7 @@ def read_run(run_dir: Path) -> list[Curve]:
 
 
 def read_csv(path: Path) -> list[Curve]:
-    """The curves of a CSV that this tool wrote. UsageError: no such file, or not one of these."""
+    """The curves of a CSV that this tool wrote. UsageError: there is no such file, or it is no such CSV."""
     import pandas as pd
 
     with errors_of(f"{path}", "read"):
@@ -133,14 +134,14 @@ def read_csv(path: Path) -> list[Curve]:
 
 
 def write_csv(path: Path, curves: Sequence[Curve]) -> None:
-    """Writes the raw curves, from which ``read_csv`` gives the same numbers back."""
+    """Writes the raw curves; ``read_csv`` returns the same numbers."""
     import pandas as pd
 
     pd.concat(curves)[COLUMNS].astype({"episodes": int, "finished": int}).to_csv(path, index=False)
 
 
 def find_runs(argument: str) -> list[Path]:
-    """Run directories that ``argument`` names, holds or matches. UsageError where there are none."""
+    """Run directories that ``argument`` names, contains or matches. UsageError if there are none."""
     paths = [Path(match) for match in sorted(glob.glob(argument))] or [Path(argument)]
     runs = [file.parent for path in paths for file in sorted(path.rglob("args.json"))]
     if not runs:
@@ -149,7 +150,7 @@ def find_runs(argument: str) -> list[Path]:
 
 
 def read_curves(runs: Iterable[str], csvs: Iterable[Path]) -> list[Curve]:
-    """Every curve there is in these places, each run once; what cannot be read is told in a line and left out.
+    """Every curve in these places, each run once; what cannot be read is reported in one line and left out.
 
     Raises:
         UsageError: nothing could be read.
@@ -173,7 +174,7 @@ def read_curves(runs: Iterable[str], csvs: Iterable[Path]) -> list[Curve]:
 
 
 def end(curve: Curve) -> float:
-    """What the run reached: ``final``, or where there is none the end of the running mean."""
+    """What the run reached: ``final``, or the end of the running mean if there is none."""
     final = curve["final"].iloc[0]
     return running_mean(curve["episodic_return"], curve["episodes"])[-1] if np.isnan(final) else final
 
@@ -193,7 +194,7 @@ def estimate_iqm(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray
     from scipy.stats import trim_mean
 
     def iqm_of_columns(scores: np.ndarray) -> np.ndarray:
-        """[S, 1, G] -> [G]: ``rliable.metrics.aggregate_iqm`` of each, thirty times as fast as one by one."""
+        """[S, 1, G] -> [G]: ``rliable.metrics.aggregate_iqm`` of each, thirty times as fast as column by column."""
         return trim_mean(scores[:, 0], 0.25, axis=0)
 
     # rliable 1.2 draws from NumPy's global generator, whatever its `random_state` is.
@@ -217,7 +218,7 @@ def estimate_band(curves: Sequence[Curve], axis: str) -> Band:
 
 
 def overlap(a: Band, b: Band) -> float | None:
-    """The share of the range that both cover in which their intervals overlap; None where they share no range."""
+    """The share of their common range in which the intervals overlap; None if they have no common range."""
     start, end = max(a.x[0], b.x[0]), min(a.x[-1], b.x[-1])
     if start > end:
         return None
@@ -233,7 +234,7 @@ Groups = dict[tuple[str, str], list[Curve]]
 
 
 def group_curves(curves: Iterable[Curve]) -> Groups:
-    """The runs of each environment, script and mode, references and eager modes first."""
+    """The runs of each environment, script and mode; references and eager modes come first."""
 
     def identity(curve: Curve) -> tuple:
         env_id, script, mode, seed = curve[["env_id", "script", "mode", "seed"]].iloc[0]
@@ -247,13 +248,13 @@ def group_curves(curves: Iterable[Curve]) -> Groups:
 
 
 def warn(message: str) -> None:
-    """One line on stderr about what was left out or is to be taken with care."""
+    """One line on stderr about what was left out or needs care."""
     print(f"plot: {message}", file=sys.stderr)
 
 
 def warn_of_weaknesses(groups: Groups) -> None:
-    """Tells, one line each, what makes groups say less than they seem to."""
-    # How a run is kept, not what it learns.
+    """Warns, in one line each, of what makes groups say less than they seem to."""
+    # Flags for how a run is stored, not for what it learns.
     bookkeeping = {f.name for f in fields(RunArgs)} | {"seed"}
     for (env_id, label), curves in groups.items():
         name = f"{env_id}, {label}"
@@ -277,7 +278,7 @@ def warn_of_weaknesses(groups: Groups) -> None:
 
 
 def finals_table(groups: Groups, with_speed: bool) -> str:
-    """One row a group: what it reached at the end, and how fast if asked for."""
+    """One row per group: what it reached at the end, and its speed if asked for."""
     rows = []
     for group, curves in groups.items():
         ends = [end(curve) for curve in curves]
@@ -292,7 +293,7 @@ def finals_table(groups: Groups, with_speed: bool) -> str:
 
 
 def overlap_table(bands: dict[tuple[str, str], Band]) -> str | None:
-    """One row for each pair of groups of an environment; None where there is no pair."""
+    """One row for each pair of groups of an environment; None if there is no pair."""
     rows = []
     for ((env_id, a), band_a), ((other_env_id, b), band_b) in itertools.combinations(bands.items(), 2):
         if env_id == other_env_id:
@@ -309,12 +310,12 @@ def draw_band(axes, band: Band, color: str, unit: float = 1.0):
 
 
 def draw(groups: Groups, bands: dict[str, dict[tuple[str, str], Band]], caption: str):
-    """A row of panels for steps and one for wall clock, one column per environment; a group has one colour in all.
+    """A row of panels against steps and one against wall clock, one column per environment; each group has one colour.
 
     Args:
-        bands: "global_step", and "wall_seconds" where that is to be drawn -> a band for each group.
+        bands: "global_step", and "wall_seconds" if it is to be drawn -> a band for each group.
     """
-    from matplotlib.ticker import EngFormatter  # 0.5 s that --help need not wait for
+    from matplotlib.ticker import EngFormatter  # takes 0.5 s; --help need not wait for it
 
     env_ids, labels = (list(dict.fromkeys(names)) for names in zip(*groups, strict=True))
     colors = colors_of(labels)
@@ -349,7 +350,7 @@ def draw_curves(args: Args) -> int:
     curves = [curve for curve in curves if not args.env_ids or curve["env_id"].iloc[0] in args.env_ids]
     if args.max_steps is not None:
         early = [curve[curve["global_step"] <= args.max_steps] for curve in curves]
-        # What a run reached later is not told.
+        # What a run reached later is left out.
         cut = [e if len(e) == len(curve) else e.assign(final=np.nan) for e, curve in zip(early, curves, strict=True)]
         curves = [curve for curve in cut if len(curve)]
         if not curves:
@@ -380,11 +381,11 @@ def draw_curves(args: Args) -> int:
 # ---------------------------------------------------------------------------------------------------------- TIMELINES
 
 Spans = dict[str, list[tuple[str, float, float]]]
-"""part -> (what it did, from, to), in seconds from the first start"""
+"""actor thread or learner -> (what it did, from, to), in seconds from the first start"""
 
 
 def read_spans(run_dir: Path, last: int) -> Spans:
-    """The last iterations of a distributed run, part by part. UsageError: there is no timeline, or it is damaged."""
+    """The last iterations of a distributed run. UsageError: there is no timeline, or it is damaged."""
     path, spans = run_dir / TIMELINE_FILE, defaultdict(list)
     with errors_of(f"{path}", "read"):
         for row in read_metrics(run_dir, TIMELINE_FILE)[-last:]:
@@ -397,7 +398,7 @@ def read_spans(run_dir: Path, last: int) -> Spans:
 
 
 def shares_table(spans: Spans) -> str:
-    """For every kind of interval of every part, its share of the time that is drawn."""
+    """For every kind of interval of every actor thread and learner, its share of the time that is drawn."""
     whole = max(end for part in spans.values() for *_, end in part)
     rows = []
     for name, part in spans.items():
@@ -408,7 +409,7 @@ def shares_table(spans: Spans) -> str:
 
 
 def draw_spans(spans: Spans, title: str):
-    """The figure: a row a part, a bar an interval; waiting is pale."""
+    """The figure: a row per actor thread or learner, a bar per interval; waiting is pale."""
     from matplotlib.patches import Patch
 
     figure = new_figure(13, 1.6 + 0.5 * len(spans))
@@ -433,7 +434,7 @@ def draw_spans(spans: Spans, title: str):
 
 
 def draw_timelines(args: Args) -> int:
-    """Draws each run's timeline, and prints what part of the time each of its parts spent on what."""
+    """Draws each run's timeline, and prints what its actor threads and learners spent their time on."""
     run_dirs = [run_dir for argument in args.runs for run_dir in find_runs(argument)]
     if not run_dirs or args.csv:
         raise bad("timeline", args.timeline, "is drawn from the run directories of distributed scripts; name some")

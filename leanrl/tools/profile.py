@@ -1,18 +1,18 @@
-"""Where the time of an environment step goes, beside what this machine could do.
+"""Where the time of an environment step goes, and what this machine could do at best.
 
-Each SCRIPT[:MODE] runs as it is, in a process of its own, and is watched from the last start of its clock to its end:
-plainly, for its speed, and under PyTorch's profiler, which lengthens mostly the many short parts; the speed beside it
-shows by how much. On a GPU the parts but for the environment are kernels, and what is left is the wall clock less all
-of these: too little where kernels run beside each other or while the environment steps.
+Each SCRIPT[:MODE] runs unchanged in a process of its own, and is watched from the last start of its clock to its end:
+once as it is, for its speed, and once under PyTorch's profiler, which slows down mostly the many short pieces; the
+speed beside them shows by how much. On a GPU all pieces but the environment are kernels, and the rest is the wall clock
+minus all of them: too little if kernels run at the same time or while the environment steps.
 
 The floors are the script's environments alone, with random actions, and the operations of its products and convolutions
-at the speed of a large product (bfloat16 with --amp bf16). What emulates while something else is computed
-(--num-env-groups) costs only what is waited for.
+at the speed of a large product (bfloat16 with --amp bf16). Emulation that runs while something else is computed
+(--num-env-groups) counts only as far as it is waited for.
 
     python -m leanrl.tools.profile td3_continuous_action_torchcompile:compile -- --amp bf16
     python -m leanrl.tools.profile --steps 10240 ppo_atari_envpool "ppo_atari_envpool_torchcompile:compile --num-envs 8"
 
-Flags of this tool come before the scripts, flags of one script beside it in quotes, flags of all after --.
+Flags of this tool come before the scripts, flags of one script in quotes with it, flags of all after --.
 """
 
 import importlib
@@ -49,16 +49,16 @@ from leanrl.tools import common, trials
 
 KINDS = {
     "environment": "env.step",
-    # Before the products: TorchInductor names its loops after what they are fused with, as in triton_poi_fused_addmm.
+    # Before the products, as TorchInductor names its loops after what they are fused with: triton_poi_fused_addmm.
     "fused loops": "cpp_fused triton_",
     "matrix products": "bmm addmm ::mm _mm_out cpu_mm gemm gemv nvjet cutlass splitK conv cudnn xmma",
     "random numbers": "rand normal_ random_ distribution",
     "copies": "copy_ clone empty index_select index_copy cumsum Memcpy Memset CatArray",
 }
-"""Part -> what the names of its events contain under the profiler, the first that fits; convolutions are products."""
+"""Kind -> substrings of the names of its events in the profile; the first match counts. Convolutions are products."""
 
 OTHER_KERNELS = "other kernels"
-"""A GPU's, which fit none of KINDS: mostly the loops of eager PyTorch."""
+"""Kernels of a GPU that match none of KINDS: mostly the loops of eager PyTorch."""
 
 REST = "calls and Python"
 """All other time."""
@@ -69,13 +69,13 @@ COLUMNS = {
     **{part: part for part in (*KINDS, OTHER_KERNELS, REST, "emulation", "inference", "update", "copies and Python")},
     **{"mflop": "MFLOP", "floor_us": "floor of the products", "envs_us": "environments alone", "floors": "floors"},
 }
-"""What a row may hold -> the column that shows it; older records have parts and floors of their own."""
+"""Key of a row -> the column that shows it; older records have pieces and floors of their own."""
 
 ALONE_SECONDS = 3.0
-"""for which the environments are timed"""
+"""for how long the environments alone are timed"""
 
 LOOPBACK = 2e-4, 3.3e-10
-"""Latency in seconds, and seconds a byte, between processes of a machine: as on that of doc/benchmarks/cleanba.md."""
+"""Latency in seconds, and seconds per byte, between processes of a machine, as in doc/benchmarks/cleanba.md."""
 
 
 @dataclass
@@ -83,8 +83,8 @@ class Args(common.OutArgs):
     words: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="SCRIPT[:MODE] ... -- FLAGS")] = ()
     """what is measured; MODE is eager, compile, cudagraphs, compile+one-graph ..."""
     steps: int = 1000
-    """environment steps of which the parts are the mean; off-policy scripts take 1000 random ones before them,
-    on-policy ones whole rollouts, of which a reference plays one before them"""
+    """environment steps that are measured, of which the results are the mean; off-policy scripts take 1000 random steps
+    before them; on-policy scripts play whole rollouts, a reference one more before them"""
 
     @property
     def scripts(self) -> tuple[str, ...]:
@@ -100,7 +100,7 @@ def main(args: Args) -> int:
     if not args.scripts:
         raise UsageError("name scripts: SCRIPT[:MODE] ... [-- FLAGS]")
     for entry in args.scripts:
-        contender_of(entry, args.script_args)  # refuses what cannot run
+        contender_of(entry, args.script_args)  # raises if it cannot run
     out = common.results_folder(args, "profile")
     rows = []
     for entry in args.scripts:
@@ -113,7 +113,7 @@ def main(args: Args) -> int:
 
 
 def contender_of(entry: str, flags: Sequence[str]) -> trials.Contender:
-    """What runs for ``SCRIPT[:MODE]``, with flags of its own in ``entry``. UsageError unless it is one that can."""
+    """The contender for ``SCRIPT[:MODE]``, with its own flags in ``entry``. UsageError if it cannot run."""
     for words in (flags, entry.split()[1:]):
         trials.check_flags(words)
     if entry.startswith(tuple(trials.DISTRIBUTED)):
@@ -129,14 +129,14 @@ def contender_of(entry: str, flags: Sequence[str]) -> trials.Contender:
 
 
 def measure(entry: str, flags: Sequence[str] = (), steps: int = Args.steps) -> dict:
-    """One row of the record: microseconds of an environment step by part, the speed, and the floors.
+    """One row of the record: microseconds of an environment step by kind, the speed, and the floors.
 
     Args:
-        entry: ``SCRIPT[:MODE]``, and flags of its own; ``flags`` come before them.
-        steps: environment steps that are measured, see Args.
+        entry: ``SCRIPT[:MODE]`` and its own flags; ``flags`` come before them.
+        steps: environment steps to measure, see Args.
 
     Raises:
-        UsageError: it cannot run so.
+        UsageError: it cannot run.
     """
     contender = contender_of(entry, flags)
     module, words = trials.script_and_flags(contender)
@@ -148,21 +148,21 @@ def measure(entry: str, flags: Sequence[str] = (), steps: int = Args.steps) -> d
 
 
 def in_process(fn: Callable, *args):
-    """What ``fn(*args)`` returns or raises, in a fresh process: compiled code and threads must not carry over."""
+    """Calls ``fn(*args)`` in a fresh process: compiled code and threads must not carry over."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         future = pool.submit(fn, *args)
         try:
             return future.result()
         finally:
-            if not future.done():  # nobody waits for it any more
+            if not future.done():  # nobody waits for it any longer
                 for process in multiprocessing.active_children():
                     process.kill()
 
 
 def take_apart(script: str, flags: Sequence[str], steps: int) -> dict:
-    """All of a row but for its name."""
+    """Everything in a row but its name."""
     plain, profiled = (watch(script, flags, steps, how) for how in ("plainly", "profiled"))
-    # In the eager mode, which shows all operations; few steps tell how many there are.
+    # In eager mode, which shows all operations; a few steps are enough to count them.
     modes = {flag for mode in trials.MODES for flag in trials.flags_of(mode)}
     counted = watch(script, [flag for flag in flags if flag not in modes], min(steps, 1000), "counted")
     gflops = product_gflops(plain["args"], tf32=plain["on_images"])
@@ -182,15 +182,16 @@ def watch(script: str, flags: Sequence[str], steps: int, how: str) -> dict:
     """Runs ``script`` and watches it from the last start of its clock to its end.
 
     Args:
-        how: ``plainly``, ``profiled`` or with operations ``counted``.
+        how: ``plainly``, ``profiled``, or with its operations ``counted``.
 
     Returns:
-        its ``args``, whether its environments show ``on_images``, and ``sps``; ``envs_sps`` of these environments
-        alone; or of a step the ``parts_us``, microseconds by kind, or ``mflop``, the operations.
+        its ``args``, whether its environments show images (``on_images``), and its ``sps``. Plainly also ``envs_sps``,
+        of the environments alone; profiled ``parts_us``, microseconds of a step by kind; counted ``mflop``, operations
+        of a step.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
-    # Kineto's second session in a process may find no kernels where the first one has torn CUPTI down.
+    # A second Kineto session in a process may find no kernels if the first one has torn down CUPTI.
     os.environ.setdefault("TEARDOWN_CUPTI", "0")
     watchers = {"plainly": nullcontext, "profiled": torch.profiler.profile}
     watcher = watchers[how]() if how in watchers else FlopCounterMode(display=False)
@@ -198,7 +199,7 @@ def watch(script: str, flags: Sequence[str], steps: int, how: str) -> dict:
     on_images, off_policy = hasattr(module, "make_atari_envs"), hasattr(module.Args, "learning_starts")
     args = tyro.cli(module.Args, args=["--learning-starts=1000", *flags] if off_policy else flags)
     batch_size = args.num_envs * getattr(args, "num_steps", 1)
-    # Where the clock starts for the last time: a reference plays one rollout before.
+    # Where the clock starts for the last time: a reference first plays one rollout.
     first_step = args.learning_starts if off_policy else 0 if hasattr(args, "compile") else batch_size
     args.total_timesteps = first_step + math.ceil(steps / batch_size) * batch_size
     session, found = ExitStack(), {"args": args, "on_images": on_images}
@@ -207,7 +208,7 @@ def watch(script: str, flags: Sequence[str], steps: int, how: str) -> dict:
         """A run that is watched while its clock runs."""
 
         def start_clock(self) -> None:
-            # Nothing before its last start is watched: CUDA 13's profiler may lose the kernels of a second session.
+            # Only what follows its last start is watched: CUDA 13's profiler may lose the kernels of a second session.
             session.close()
             if self.global_step >= first_step:
                 session.enter_context(watcher)
@@ -251,10 +252,10 @@ def watch(script: str, flags: Sequence[str], steps: int, how: str) -> dict:
 
 
 def by_kind(profile: torch.profiler.profile, steps: int, step_us: float, device_type: str) -> dict[str, float]:
-    """Microseconds of a step in each of KINDS, on a GPU in other kernels too, and the rest of ``step_us``.
+    """Microseconds of a step by kind (KINDS, on a GPU also other kernels), and the rest of ``step_us``.
 
     Raises:
-        RuntimeError: no kernel of a GPU is in the profile.
+        RuntimeError: the profile has no kernel of the GPU.
     """
     on_gpu = device_type == "cuda"
     parts = dict.fromkeys([*KINDS, OTHER_KERNELS] if on_gpu else KINDS, 0.0)
@@ -262,9 +263,9 @@ def by_kind(profile: torch.profiler.profile, steps: int, step_us: float, device_
         on_cpu = event.device_type == torch.autograd.DeviceType.CPU
         kind = next((kind for kind, names in KINDS.items() if any(name in event.key for name in names.split())), None)
         if kind == "environment":
-            if on_cpu:  # its time is all that happens within it
+            if on_cpu:  # its time includes everything within it
                 parts[kind] += event.cpu_time_total / steps
-        elif on_gpu and not on_cpu:  # PyTorch's calls are reported with the time of the kernels that they start
+        elif on_gpu and not on_cpu:  # PyTorch's calls would count the time of their kernels again
             parts[kind or OTHER_KERNELS] += event.self_device_time_total / steps
         elif kind is not None and not on_gpu:
             parts[kind] += event.self_cpu_time_total / steps
@@ -274,10 +275,10 @@ def by_kind(profile: torch.profiler.profile, steps: int, step_us: float, device_
 
 
 def product_gflops(args, tf32: bool) -> float:
-    """Operations per nanosecond of matrix products that keep all cores busy, in the precision of a script's ``args``.
+    """Operations per nanosecond of a large matrix product on all cores, in the precision of a script's ``args``.
 
     Args:
-        tf32: on a GPU, float32 products as PyTorch's convolutions compute them by default.
+        tf32: on a GPU, compute float32 products in TF32, as PyTorch's convolutions do by default.
     """
     device, matmul = resolve_device(args), torch.backends.cuda.matmul
     torch.set_num_threads(available_cores())
@@ -323,7 +324,7 @@ def render(record: dict) -> str:
 
 
 def draw(record: dict):
-    """A stacked bar a row, and lines where the step that is not profiled and its floors end."""
+    """A stacked bar per row, with lines at the length of the step without the profiler and at its floors."""
     rows = record["rows"]
     figure = common.new_figure(11, 1.8 + 0.9 * len(rows))
     axes, handles = figure.subplots(), {}
@@ -342,7 +343,7 @@ def draw(record: dict):
                 (handles[label],) = axes.plot([row[key]] * 2, ends, color="black", linestyle=style)
     axes.set_ylim(len(rows) - 0.55, -0.75)
     axes.set_yticks([])
-    axes.spines["left"].set_visible(False)  # the rows' names begin there
+    axes.spines["left"].set_visible(False)  # the rows' names are there
     axes.set_title("Microseconds of an environment step", loc="left")
     common.clean(axes)
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False)
@@ -353,7 +354,7 @@ def draw(record: dict):
 
 
 class Cost(NamedTuple):
-    """Of a piece of work, in seconds: alone, and how long it keeps one core busy; of a rollout, its two parts too."""
+    """Seconds of a piece of work: wall clock when alone, and of one busy core; for a rollout, also its two pieces."""
 
     wall: float
     cores: float
@@ -366,29 +367,29 @@ Measured = tuple[tuple[int, Cost], tuple[int, Cost]]
 
 
 def cost_of(num_envs: int, measured: Measured) -> Cost:
-    """The cost for so many environments: a straight line through the two that were measured."""
+    """The cost for ``num_envs`` environments, on a straight line through the two that were measured."""
     (n0, c0), (n1, c1) = measured
     weight = (num_envs - n0) / (n1 - n0)
-    # Far below both, the line through two noisy numbers may fall under 0.
+    # Far below both measured sizes, a line through two noisy numbers may fall below 0.
     return Cost(*(max(a + weight * (b - a), 0.2 * a) for a, b in zip(c0, c1, strict=True)))
 
 
 @dataclass(frozen=True)
 class LayoutParts:
-    """What layouts of actors and learners are made of."""
+    """The measured pieces of which layouts of actors and learners are made."""
 
     rollout: Measured
-    """of one actor thread with so many environments"""
+    """of one actor thread, by its number of environments"""
     update: Measured
-    """of a learner with so many environments"""
+    """of a learner, by its number of environments"""
     update_alone: Measured
-    """likewise, on as many threads as a learner takes that is the only process"""
+    """likewise, with the CPU threads of a learner that is the only process"""
     update_beside: Measured
-    """likewise, of one of two learners that learn at the same time here, without their sums"""
+    """likewise, of one of two learners at the same time on this machine, without their gradient sums"""
     message: tuple[float, float]
-    """latency in seconds, and seconds a byte, from process to process"""
+    """latency in seconds, and seconds per byte, from process to process"""
     reduction: tuple[float, float]
-    """likewise, of a sum over two; here the wait for the other is in the latency"""
+    """likewise, of a sum over two learners; here the latency includes the wait for the other one"""
     rollout_bytes: int
     """of one environment"""
     params: int
@@ -399,13 +400,13 @@ class LayoutParts:
 def measure_layouts(
     script: str, flags: Sequence[str], args, device: torch.device, num_envs: int, repeats: int, nvlink_gbytes: float
 ) -> LayoutParts:
-    """Measures the parts with short runs of a distributed script, each at two sizes.
+    """Measures the pieces with short runs of a distributed script, each at two sizes.
 
     Args:
-        flags: of the script, which ``args`` are parsed from.
-        num_envs: environments of a learner, which its minibatches divide; the other size is twice as many.
-        repeats: iterations that are measured, of which the median counts.
-        nvlink_gbytes: 10**9 bytes a second between GPUs, which is not measured, nor is LOOPBACK.
+        flags: of the script; ``args`` were parsed from them.
+        num_envs: environments of a learner, divisible into its minibatches; the other size is twice as many.
+        repeats: measured iterations; the median counts.
+        nvlink_gbytes: 10**9 bytes a second between GPUs; neither it nor LOOPBACK is measured.
 
     Raises:
         SystemExit: a run failed.
@@ -421,7 +422,7 @@ def measure_layouts(
     env_threads = args.env_threads or max(1, available_cores() // args.num_actor_threads)
 
     def run(learner_envs: int, num_threads: int, learners: str = "0") -> tuple[Cost, Cost, float, int]:
-        """Of an iteration: a rollout of one actor thread, an update, the seconds of its sums, its optimiser steps."""
+        """Of an iteration: the cost of an actor thread's rollout and of an update, seconds of sums, optimiser steps."""
         local_num_envs = learner_envs * len(learners)
         words = ["--actor-device-ids", "0", "--learner-device-ids", *learners, "--num-actor-threads=1"]
         words += [f"--local-num-envs={local_num_envs}", f"--num-threads={num_threads}", f"--env-threads={env_threads}"]
@@ -436,7 +437,7 @@ def measure_layouts(
         playing, inference, copying, emulation, updating, summing = np.median(
             [[point[f"stats/{name}_time"] for name in names] for point in points], axis=0
         ).tolist()
-        # As if every thread were busy, as an update's are: they spin while they wait.
+        # Every thread counts as busy, as those of an update are: they spin while they wait.
         play = Cost(playing, playing + (env_threads - 1) * emulation, inference + copying, emulation)
         return play, Cost(updating - summing, (updating - summing) * num_threads), summing, steps
 
@@ -446,7 +447,7 @@ def measure_layouts(
     sizes = num_envs, 2 * num_envs
     one = [run(size, threads) for size in sizes]
     alone = one if threads_alone == threads else [run(size, threads_alone) for size in sizes]
-    # What two processes on a CPU do says nothing about GPUs.
+    # Two processes on one CPU say nothing about GPUs.
     beside = one if device.type == "cuda" else [run(size, threads, "01") for size in sizes]
     *_, summing, steps = beside[-1]
     nvlink = 20e-6, 1 / (1e9 * nvlink_gbytes)

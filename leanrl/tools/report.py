@@ -1,20 +1,20 @@
-"""Writes the tables of README.md and doc/ from the committed results, or checks that they are what those say.
+"""Writes the tables of README.md and doc/ from the committed results, or checks that they match.
 
     python -m leanrl.tools.report             # rewrites the pages
-    python -m leanrl.tools.report --check     # exit code 1 where a page differs; also lists what is of older code
+    python -m leanrl.tools.report --check     # exit code 1 if a page differs; also lists results of older code
 
-A table stands between two comments. The first names its data in doc/benchmarks/ (of several files the rows follow each
-other), and, where the table has not all rows of the data, the values of a field that it has:
+A table stands between two comments. The first names its data in doc/benchmarks/ (the rows of several files follow each
+other) and, if the table has only some rows of the data, a field and its values in these rows:
 
     <!-- report: off_policy/ablate_td3.json group=td3 -->
     <!-- end -->
 
-Of learning curves `at=500000,1000000` gives the returns at these steps instead of the final ones, and of any table
-`"cell=median sps"` the first row's cell in that column, alone, within a sentence. `headline` instead of data is the
-table on top of the README.
+For learning curves, `at=500000,1000000` gives the returns at these steps instead of the final ones. For any table,
+`"cell=median sps"` gives just the first row's cell in that column, for use within a sentence. `headline` instead of
+data is the table at the top of the README.
 """
 
-# What ./run.sh installs for it, beside what everything needs:
+# What ./run.sh installs for this tool, besides the common requirements:
 # requires: dev
 
 import ast
@@ -67,13 +67,13 @@ COLUMNS |= {f"`{flags}`": f"_torchcompile {flags}" for flags in ("--compile", "-
 OVERVIEW = Path("doc", "artifacts", "overview.png")
 
 BOOKKEEPING = {"checkpoints", "cli", "errors", "evaluation", "hub", "run", "signals", "tracking"}
-"""Modules of leanrl/support that decide no speed."""
+"""Modules of leanrl/support that do not affect speed."""
 
 
 @dataclass
 class Args:
     check: bool = False
-    """change nothing, and tell what differs"""
+    """change nothing and report what differs"""
 
 
 # ------------------------------------------------------------------------------------------------------------- TABLES
@@ -162,7 +162,7 @@ def learning(record: dict) -> str:
 
 
 def compile_times(record: dict) -> str:
-    """Seconds of warm-up in each round, from an empty cache of TorchInductor and from a full one."""
+    """Seconds of warm-up in each round, with an empty TorchInductor cache and with a full one."""
     seconds: dict[str, dict[str, list[str]]] = {}
     for run in record["runs"]:
         summary = run["summary"]
@@ -189,14 +189,14 @@ def pairs(record: dict) -> str:
 
 
 RENDER: dict[str, Callable[[dict], str]] = {
-    # What saves most comes first; start-up saves nothing per step, and keeps its order.
+    # The largest savings come first; start-up rows save nothing per step and keep their order.
     "ablate": lambda record: ablate.render(
         sorted(record["rows"], key=lambda row: row["seconds_saved_per_env_step"] or 0.0, reverse=True)
     ),
     "compare": lambda record: compare.render_table(record["rows"], record["sweep"]),
     "compile_time": compile_times,
     "pairs": pairs,
-    **dict.fromkeys(("parts", "parts_atari", "profile"), profile.render),  # the first two are its former names
+    **dict.fromkeys(("parts", "parts_atari", "profile"), profile.render),  # the first two are the tool's former names
     "plan_layout": lambda record: plan_layout.render(
         [plan_layout.Prediction(**prediction) for prediction in record["predictions"]], record["measured"]
     ),
@@ -204,21 +204,21 @@ RENDER: dict[str, Callable[[dict], str]] = {
     "reproduce": lambda record: reproduce.render(record["rows"], SimpleNamespace(**record["args"])),
     "speedrun": speedrun.render_table,
 }
-"""What makes text with tables of a record, by the tool that wrote it."""
+"""Functions that turn a record into text with tables, by the tool that wrote it."""
 
 
 def load(path: Path) -> dict:
-    """Results: the curves of a CSV, or a record, with the tool that wrote it; some are named after that instead."""
+    """Results: a CSV's curves, or a record, with the tool that wrote it (for some, only the file's name says which)."""
     if path.suffix == ".csv":
         return {"tool": "plot", "curves": plot.read_csv(path)}
     return {"tool": path.stem, **json.loads(path.read_text())}
 
 
 def render(marker: str, root: Path, page: Path) -> tuple[str, dict[str, dict]]:
-    """What stands below a marker, and the records that it is made of by their names in RESULTS.
+    """The text below a marker, and its records by their names in RESULTS.
 
     Raises:
-        UsageError: there are no such results, or not of a tool in RENDER.
+        UsageError: there are no such results, or they are not of a tool in RENDER.
     """
     words = shlex.split(marker)
     names = [word for word in words if "=" not in word]
@@ -246,13 +246,13 @@ def render(marker: str, root: Path, page: Path) -> tuple[str, dict[str, dict]]:
 
 
 def machine_of(record: dict) -> str:
-    """`` on a machine``, where the record tells of it."""
+    """`` on a machine``, if the record has it."""
     machine = record.get("machine", "")
     return f" on {machine if isinstance(machine, str) else describe_machine(machine)}" if machine else ""
 
 
 def selected(records: list[dict], fields: dict[str, str]) -> dict:
-    """The first record, with the curves of all and the rows of all whose ``field`` is one of ``value,value``."""
+    """The first record, with the curves of all, and the rows of all whose ``field`` is one of ``value,value``."""
     rows = [row for record in records for row in record.get("rows", [])]
     curves = [curve for record in records for curve in record.get("curves", [])]
     if curves:
@@ -265,7 +265,7 @@ def selected(records: list[dict], fields: dict[str, str]) -> dict:
 
 
 def commits_of(record: dict) -> list[str]:
-    """The commits that a record's runs were of, or the tool itself; of curves none is known."""
+    """The commits of a record's runs, or of the tool itself; for curves none is known."""
     if record["tool"] == "pairs":
         return [record["before"], *dict.fromkeys(runs["after"] for runs in record.values() if isinstance(runs, dict))]
     runs = [run["args"]["git_commit"] for run in record.get("runs", []) if run.get("args")]
@@ -274,19 +274,19 @@ def commits_of(record: dict) -> list[str]:
 
 
 def short(commit: str) -> str:
-    """``2267488``, with ``-dirty`` where it ended so: files differed from what was committed."""
+    """``2267488``, plus ``-dirty`` if the commit has that ending: there were uncommitted changes."""
     return commit[:7] + "-dirty" * commit.endswith("-dirty")
 
 
 def git(*words: str) -> str | None:
-    """What git prints; None where it fails."""
+    """What git prints; None if it fails."""
     call = subprocess.run(["git", "-C", str(REPOSITORY), *words], capture_output=True, text=True)
     return call.stdout if call.returncode == 0 else None
 
 
 @cache
 def code_at(commit: str, path: str) -> str | None:
-    """A file at a commit without comments, docstrings and layout; None where it was not there."""
+    """A file at a commit, without comments, docstrings and layout; None if it did not exist."""
     if (text := git("show", f"{commit}:{path}")) is None:
         return None
     tree = ast.parse(text)
@@ -299,7 +299,7 @@ def code_at(commit: str, path: str) -> str | None:
 
 @cache
 def files_behind(script: str) -> set[str]:
-    """The files that decide a script's speed: itself, and what it imports, but for BOOKKEEPING."""
+    """The files that affect a script's speed: itself and its imports, except BOOKKEEPING."""
     finder = ModuleFinder([str(REPOSITORY)], excludes=[f"leanrl.support.{name}" for name in BOOKKEEPING])
     finder.run_script(str(SCRIPTS / f"{script}.py"))
     files = filter(None, (module.__file__ for module in finder.modules.values()))
@@ -307,7 +307,7 @@ def files_behind(script: str) -> set[str]:
 
 
 def changed_since(record: dict) -> list[str]:
-    """The files behind a record whose code is not what it was when that was measured; none where git knows nothing."""
+    """The files behind a record whose code has changed since it was measured; none if git does not know the commit."""
     commit = commits_of(record)[-1].removesuffix("-dirty")
     words = set(re.findall(r"\w+", json.dumps(record)))
     groups = {row.get("group") for row in record.get("rows", [])}
@@ -322,7 +322,7 @@ def changed_since(record: dict) -> list[str]:
 
 
 def main(args: Args, root: Path = REPOSITORY) -> int:
-    """1 if ``--check`` has found a difference, else 0; ``root`` has the pages and the results."""
+    """Returns 1 if ``--check`` found a difference, else 0; ``root`` has the pages and the results."""
     differences, used = [], {}
     for page in [root / "README.md", *sorted((root / "doc").rglob("*.md"))]:
         text = page.read_text()

@@ -1,13 +1,13 @@
-"""Shows that distributed runs learn the same on any layout: compares what their last checkpoints hold, bit for bit.
+"""Shows that distributed runs learn the same on any layout: compares their last checkpoints, bit for bit.
 
-With --exact-reduction every layout must end with the same parameters and optimiser state, and so must a second run of
-one layout without it. Without it, one update must agree within float32 tolerance.
+With --exact-reduction every layout must end with the same parameters and optimiser state. Without it, two runs of one
+layout must do so, and layouts must agree within float32 tolerance after one update.
 
     python -m leanrl.tools.reproduce
     python -m leanrl.tools.reproduce --scripts cleanba_ppo --layouts a0-l0-d1 a0-l1,2-d1 --lags 0 1 2 --updates 50
 
 By default everything runs on this machine's CPU with virtual devices. Layouts of several groups (d2) are started as
-SLURM would start them, one task a group. The tables are also written to OUT/table.md and OUT/reproduce.json.
+SLURM would start them, one task per group. The tables are also written to OUT/table.md and OUT/reproduce.json.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from leanrl.tools.trials import DISTRIBUTED, SCRIPTS, Contender, require_distinc
 
 LAYOUTS = ("a0-l0-d1", "a0-l0,1-d1", "a0-l1-d1", "a0-l1,2-d1", "a0-l0-d2")
 NUM_ACTOR_THREADS = 2
-# One update's parameters may differ by so much where sums are taken in another order.
+# The parameters after one update may differ by this much if sums are taken in another order.
 TOLERANCE = 1e-5
 
 
@@ -38,13 +38,13 @@ class Args(common.OutArgs):
     scripts: tuple[str, ...] = ("cleanba_ppo", "cleanba_impala")
     """distributed scripts"""
     layouts: tuple[str, ...] = LAYOUTS
-    """the first is what the others are compared with"""
+    """layouts; the others are compared with the first"""
     lags: tuple[int | Literal["newest"], ...] = (0, 1)
-    """values of --policy-lag; newest cannot be reproduced"""
+    """values of --policy-lag; newest is not reproducible"""
     env_id: str = "CartPole-v1"
     """environment"""
     env_backend: EnvBackend = "envpool"
-    """what steps it"""
+    """what steps the environment"""
     num_envs: int = 32
     """environments in all, the same in every layout"""
     num_shards: int = 4
@@ -56,7 +56,7 @@ class Args(common.OutArgs):
     seed: int = 1
     """seed of every run"""
     device: Literal["cpu", "cuda"] = "cpu"
-    """cuda takes as many GPUs as a layout has devices"""
+    """cuda needs as many GPUs as a layout has devices"""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def command(run: Run, args: Args, folder: Path) -> list[str]:
 
 
 def execute(run: Run, args: Args, folder: Path) -> dict[str, torch.Tensor]:
-    """Runs one to its end and returns the tensors of its last checkpoint by name; SystemExit where it fails."""
+    """Completes one run and returns the tensors of its last checkpoint by name; SystemExit if it fails."""
     *_, num_groups = parse_layout(run.layout)
     run_groups(run.name, command(run, args, folder), num_groups)
     identity = {"script": run.script, "env_id": args.env_id}
@@ -113,7 +113,7 @@ def execute(run: Run, args: Args, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
-    """Twelve digits that any bit of the tensors changes."""
+    """Twelve digits that change with any bit of the tensors."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(name.encode() + tensor.numpy().tobytes())
@@ -126,7 +126,7 @@ def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 
 def compare_script(script: str, lag: int, args: Args, folder: Path) -> list[dict]:
-    """Runs every layout of a script with one lag; a row for each, with whether it equals the first."""
+    """Runs every layout of a script with one lag; returns a row for each, which says whether it equals the first."""
     rows = []
     for layout in args.layouts:
         exact = execute(Run(script, layout, lag, True, args.updates), args, folder)
@@ -171,7 +171,7 @@ def render(rows: Sequence[dict], args: Args) -> str:
 
 
 def main(args: Args) -> int:
-    """0 if every layout computes the same, 1 if one does not."""
+    """Returns 0 if every layout computes the same, else 1."""
     require_distinct(args, "scripts", "layouts", "lags")
     require_at_least(args, 1, "num_envs", "num_shards", "num_steps", "updates")
     if "newest" in args.lags:

@@ -1,13 +1,13 @@
-"""Time to score: the wall clock that training takes until the policy plays well, beside the record's.
+"""Time to score: the wall-clock time until the policy plays well, compared with the record.
 
 A TASK is an environment and a target. Time counts from the start of the process, imports and compilation included, to
-the first of two snapshots in a row whose policy reaches the target: the mean return of 10 episodes, with seeds that no
-training environment has. Snapshots are taken in training, every 5 % of the time that the task is expected to take, and
-played afterwards, off the clock. A run that takes three times the expected time is stopped and stands as "> X".
+the first of two consecutive snapshots whose policies reach the target: a mean return over 10 episodes, with seeds that
+no training environment uses. Snapshots are taken during training, every 5 % of the task's expected time, and played
+afterwards, off the clock. A run that takes three times the expected time is stopped and listed as "> X".
 
-The holder of the record and the contenders run in turn, a process each, with TorchInductor's cache cold (empty) and
-warm (filled by a short run before); the order turns around from seed to seed and ratios are taken within a seed. The
-seeds of records are 101 to 103; others are for tuning. The same call with the same --out goes on where one has ended.
+The record holder and the contenders run in turn, each in its own process, with TorchInductor's cache cold (empty) and
+warm (filled by a short run before). The order reverses from seed to seed, and ratios are taken within a seed. Records
+use the seeds 101 to 103; others are for tuning. The same call with the same --out continues where the last one ended.
 
     python -m leanrl.tools.speedrun cartpole
     python -m leanrl.tools.speedrun cartpole --contenders "pqn_torchcompile:compile --num-envs 16" --cache warm
@@ -42,13 +42,13 @@ EPISODES = 10
 SNAPSHOTS = 20
 """within the expected time"""
 PATIENCE = 3
-"""times the expected time, after which a run is stopped"""
+"""A run is stopped after this many times the expected time."""
 OWN_FLAGS = {*trials.RESERVED_FLAGS, "--env-id", "--max-seconds", "--snapshot-seconds"} - {"--total-timesteps"}
-"""Flags of the scripts that this tool sets; how many steps a schedule goes over is a contender's own choice."""
+"""Flags of the scripts that this tool sets; the number of steps of a schedule is the contender's own choice."""
 
 
 class Task(NamedTuple):
-    """What is to be learned, and how fast it has been."""
+    """What is to be learned, and how fast the record holder does it."""
 
     env_id: str
     target: float
@@ -85,7 +85,7 @@ class Args(common.OutArgs):
     task: tyro.conf.Positional[str]
     """cartpole, cheetah5k, cheetah10k, cheetah-run, hopper, pong or breakout"""
     contenders: tuple[str, ...] = ()
-    """SCRIPT[:MODE] or PEER (sb3:SAC) and its flags each, beside the record's holder, which always runs"""
+    """SCRIPT[:MODE] or PEER (sb3:SAC) and its flags each, in addition to the record holder, which always runs"""
     seeds: tuple[int, ...] = (1, 2, 3)
     """every contender runs once with each"""
     cache: Literal["cold", "warm", "both"] = "both"
@@ -106,7 +106,7 @@ def main(args: Args) -> int:
     if earlier and earlier["command"] != (command := common.benchmark_record("speedrun", device)["command"]):
         raise bad("out", out, f"its speedrun.json is of another call than {command}")
     runs = [run for run in earlier.get("runs", []) if not run["failure"]]
-    # One observation at a time is no work for two threads.
+    # One observation is too little work for two threads.
     torch.set_num_threads(1)
 
     def record() -> dict:
@@ -133,7 +133,7 @@ def main(args: Args) -> int:
 
 
 def chosen(task: Task, args: Args) -> list[trials.Contender]:
-    """The holder of the task's record and ``--contenders``, with the flags of all. UsageError for what cannot run."""
+    """The task's record holder and ``--contenders``, with the flags for all. UsageError for what cannot run."""
     entries = [task.holder, *args.contenders]
     for words in (args.script_args, *(entry.split()[1:] for entry in entries)):
         trials.check_flags(words, OWN_FLAGS)
@@ -142,7 +142,7 @@ def chosen(task: Task, args: Args) -> list[trials.Contender]:
     contenders = trials.contenders_of(entries, "contenders", device, [*flags, *args.script_args])
     for contender in contenders:
         trials.require_valid(contender)
-    # Its flags, in a table, would hide its times.
+    # Its flags would hide its times in a table.
     return [replace(contenders[0], label=f"{task.holder.partition(':')[0]} (holder)"), *contenders[1:]]
 
 
@@ -150,7 +150,7 @@ def chosen(task: Task, args: Args) -> list[trials.Contender]:
 
 
 def timed(task: Task, variables: dict[str, str], contender: trials.Contender, seed: int, runs_dir: Path) -> dict:
-    """One run and what its snapshots score, as a dictionary for the JSON; all times in seconds since its start."""
+    """One run and the scores of its snapshots, as a dictionary for the JSON file; times are seconds since its start."""
     limit = PATIENCE * task.seconds
     start = time.time()
     deadline = trials.Deadline.within(limit)
@@ -172,10 +172,10 @@ def timed(task: Task, variables: dict[str, str], contender: trials.Contender, se
 
 
 def evaluate(contender: trials.Contender, run_dir: Path, start: float, limit: float, target: float) -> list[dict]:
-    """Plays a run's snapshots in order, those after ``limit`` left out, until the target is reached for good."""
+    """Plays a run's snapshots in order, without those after ``limit``, until two in a row reach the target."""
     snapshots = []
     script, _ = trials.script_and_flags(contender)
-    if trials.peer_of(contender.label):  # whose policies only `peers` can load
+    if trials.peer_of(contender.label):  # only `peers` can load their policies
         script = SimpleNamespace(load_policy=peers.load_policy, PROTOCOL=getattr(script, "PROTOCOL", None))
     # disable=None: only on a terminal.
     files = tqdm(sorted(run_dir.glob("snapshots/*.pt")), desc="evaluating", unit="snapshot", leave=False, disable=None)
@@ -190,7 +190,7 @@ def evaluate(contender: trials.Contender, run_dir: Path, start: float, limit: fl
 
 
 def reached(snapshots: Sequence[dict], target: float) -> float | None:
-    """When the first of two snapshots in a row was taken whose mean return is the target at least; None for never."""
+    """Time of the first of two consecutive snapshots whose mean returns reach the target; None if there is none."""
     for first, second in itertools.pairwise(snapshots):
         if min(statistics.fmean(first["returns"]), statistics.fmean(second["returns"])) >= target:
             return first["seconds"]
@@ -201,14 +201,14 @@ def reached(snapshots: Sequence[dict], target: float) -> float | None:
 
 
 def minutes(run: dict) -> str:
-    """``3.25``; ``> 9.00`` where the target was not reached in that time."""
+    """``3.25``; ``> 9.00`` if the target was not reached in that time."""
     if run["failure"]:
         return f"failed ({run['failure']})"
     return f"{run['reached'] / 60:.2f}" if run["reached"] is not None else f"> {run['ended'] / 60:.2f}"
 
 
 def until(run: dict) -> float:
-    """Seconds to the target; infinite where it was not reached or the run failed."""
+    """Seconds to the target; infinite if it was not reached or the run failed."""
     return math.inf if run["failure"] or run["reached"] is None else run["reached"]
 
 
@@ -222,7 +222,7 @@ def render_table(record: dict) -> str:
         pairs = [(runs[holder, cache, seed], run) for seed, run in own.items() if (holder, cache, seed) in runs]
         ratios = [until(theirs) / until(ours) for theirs, ours in pairs if until(theirs) + until(ours) < math.inf]
         ratio = f"{statistics.median(ratios):.2f}x" if own and len(ratios) == len(own) else "-"
-        # Runs that never reached the target last; of an even number the upper one, which is a run's own.
+        # Runs that never reached the target are last. Of an even number, the upper middle one is taken: a real run.
         by_time = sorted(own.values(), key=lambda run: (until(run), run["ended"]))
         middle = minutes(by_time[len(own) // 2]) if own else "-"
         rows.append((label, cache, ", ".join(map(minutes, own.values())), middle, ratio))
@@ -232,12 +232,12 @@ def render_table(record: dict) -> str:
 
 
 def title(record: dict) -> str:
-    """What was to be learned, and on what machine."""
+    """What is to be learned, and on which machine."""
     return f"{record['env_id']} to {record['target']:,}, {common.describe_machine(record['machine'])}"
 
 
 def draw(record: dict):
-    """The figure: evaluated return against wall clock, a line a run, one panel a cache."""
+    """The figure: evaluated return against wall clock, a line per run, a panel per cache."""
     caches = list(dict.fromkeys(run["cache"] for run in record["runs"]))
     colors = common.colors_of(run["label"] for run in record["runs"])
     figure = common.new_figure(7 * len(caches) + 1, 5)

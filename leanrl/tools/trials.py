@@ -1,4 +1,4 @@
-"""Running contenders (a training script in one mode, or a peer) in turn, and reading what they leave."""
+"""Runs contenders (a training script in one mode, or a peer) in turn, and reads their results."""
 
 import dataclasses
 import importlib
@@ -37,30 +37,30 @@ REPOSITORY = SCRIPTS.parent
 DISTRIBUTED = sorted(path.stem for path in SCRIPTS.glob("cleanba_*.py"))
 
 MODES = ("eager", "compile", "cudagraphs", "compile+cudagraphs", "one-graph", "compile+one-graph")
-"""All that there are, plainest first: what they switch on. No script has more."""
+"""All modes, plainest first, named after what they switch on."""
 
 RESERVED_FLAGS = (
     *("--total-timesteps", "--seed", "--run-name", "--runs-dir", "--resume"),
     *("--compile", "--cudagraphs", "--one-graph"),
 )
-"""Flags of the scripts that a tool sets."""
+"""Flags of the scripts that the tools set."""
 
-# A child asked to stop finishes its update first, or its compilation; past this it is killed.
+# A child that is asked to stop first finishes its update or compilation; after this it is killed.
 STOP_SECONDS = 20
 
-# The exit codes of a child that was ended before it could end by itself.
+# The exit codes of a child that was stopped before it could end by itself.
 STOPPED = {-signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGTERM}
 
-# How much is shown of the output of a run that failed: a whole traceback, mostly.
+# How much of the output of a failed run is shown: usually a whole traceback.
 LOG_LINES = 60
 
-# How often a child's memory and its deadline are looked at while it runs.
+# How often a running child's memory and deadline are checked.
 MEMORY_SECONDS = 0.25
 
 
 @dataclass
 class Deadline:
-    """A time of ``time.monotonic()`` by which something ends; setting it to 0 ends it now, from any thread."""
+    """A ``time.monotonic()`` at which something must end; any thread can set it to 0 to end it now."""
 
     at: float
 
@@ -86,7 +86,7 @@ class Contender:
 
 @dataclass
 class Trial:
-    """One run of a contender; what it left in its run directory is empty where it failed."""
+    """One run of a contender; what is read from its run directory is empty if it failed."""
 
     label: str
     seed: int
@@ -98,10 +98,10 @@ class Trial:
     metrics: list[dict] = field(default_factory=list)
     """the log points without losses"""
     peak_memory_mb: float | None = None
-    """the most memory that the run's processes held in RAM, in 10**6 bytes; None where the system does not say"""
+    """peak RAM of the run's processes, in 10**6 bytes; None if the system does not say"""
 
     def read(self) -> None:
-        """Takes over what the run has left in its directory so far."""
+        """Reads what the run has written to its directory so far."""
         run_dir = Path(self.run_dir)
         self.summary, self.args = read_json(run_dir / "summary.json"), read_json(run_dir / "args.json")
         self.metrics = [
@@ -111,7 +111,7 @@ class Trial:
 
     @property
     def failure(self) -> str | None:
-        """Why this trial does not count, None where it does."""
+        """Why this trial does not count; None if it does."""
         if self.exit_code:
             return f"exit {self.exit_code}" if self.exit_code > 0 else f"signal {-self.exit_code}"
         if not self.summary:
@@ -120,7 +120,7 @@ class Trial:
 
     @property
     def was_cut_off(self) -> bool:
-        """Whether it was stopped, as at the end of the time, before it had done all of its steps."""
+        """Whether it was stopped before it had done all of its steps, as by a time limit."""
         return self.exit_code in STOPPED or self.failure == "interrupted"
 
 
@@ -128,18 +128,18 @@ class Trial:
 
 
 def peer_of(label: str) -> str | None:
-    """The peer that a contender's label begins with; None for a script of ours."""
+    """The peer at the start of a contender's label; None for one of our scripts."""
     name = label.partition(" ")[0]
     return name if name in PEERS else None
 
 
 def flags_of(mode: str) -> list[str]:
-    """What one of MODES adds to a script's command line."""
+    """The flags that one of MODES adds to a script's command line."""
     return [f"--{word}" for word in mode.split("+") if word != "eager"]
 
 
 def modes_of(script: str) -> list[str]:
-    """Those of MODES that a script has the flags for, plainest first: a reference is ``eager`` alone."""
+    """The MODES that a script has flags for, plainest first; a reference has only ``eager``."""
     known = {
         field.name.replace("_", "-") for field in dataclasses.fields(importlib.import_module(f"leanrl.{script}").Args)
     }
@@ -147,14 +147,14 @@ def modes_of(script: str) -> list[str]:
 
 
 def parse_entry(entry: str, name: str) -> tuple[str, list[str]]:
-    """``SCRIPT[:MODE]`` -> the script, and that mode or all that it has.
+    """``SCRIPT[:MODE]`` -> the script, and that mode or all modes of the script.
 
     Args:
         entry: what was typed.
-        name: of the tool's field that it was typed for.
+        name: the tool's field that it was typed for.
 
     Raises:
-        UsageError: no such script or mode.
+        UsageError: there is no such script or mode.
     """
     script, colon, mode = entry.partition(":")
     known = sorted(path.stem for path in SCRIPTS.glob("[!_]*.py"))
@@ -167,7 +167,7 @@ def parse_entry(entry: str, name: str) -> tuple[str, list[str]]:
 
 
 def lack(mode: str, device: torch.device) -> str | None:
-    """Why this machine cannot run in that mode on ``device``, with the remedy; None where it can."""
+    """Why this machine cannot run that mode on ``device``, with the remedy; None if it can."""
     levers = {flag.removeprefix("--").replace("-", "_"): True for flag in flags_of(mode)}
     try:
         resolve_device(SimpleNamespace(device=str(device), **levers))
@@ -177,7 +177,7 @@ def lack(mode: str, device: torch.device) -> str | None:
 
 
 def target_device(script_args: Sequence[str]) -> torch.device:
-    """Where scripts will run that are given these flags. UsageError if there is no such device."""
+    """The device on which scripts with these flags will run. UsageError if there is no such device."""
     words = " ".join(script_args).replace("=", " ").split()
     name = words[words.index("--device") + 1] if "--device" in words[:-1] else "auto"
     return resolve_device(SimpleNamespace(device=name))
@@ -186,16 +186,16 @@ def target_device(script_args: Sequence[str]) -> torch.device:
 def contenders_of(
     entries: Sequence[str], name: str, device: torch.device, flags: Sequence[str] = ()
 ) -> list[Contender]:
-    """One contender for each entry, or for each of the machine's modes where an entry names none.
+    """One contender for each entry, or for each of the machine's modes if an entry names none.
 
     Args:
-        entries: ``SCRIPT[:MODE]`` or a peer's name each, and flags of its own.
-        name: of the tool's field that holds them.
+        entries: ``SCRIPT[:MODE]`` or a peer's name each, and its own flags.
+        name: the tool's field that holds them.
         device: where they will run.
         flags: for all; an entry's own come after them.
 
     Raises:
-        UsageError: a bad entry, the same one twice, a mode that this machine lacks, a library that is not installed.
+        UsageError: an entry is bad or repeated, this machine lacks its mode, or its library is not installed.
     """
     contenders = []
     for entry in entries:
@@ -210,7 +210,7 @@ def contenders_of(
             if reason := lack(mode, device):
                 if modes == [mode]:
                     raise bad(name, entry, reason)
-                if mode == "compile":  # that a machine has no GPU need not be told
+                if mode == "compile":  # that a machine has no GPU need not be said
                     print(f"leaving out {script}:{mode}: {reason}", flush=True)
                 continue
             command = (sys.executable, str(SCRIPTS / f"{script}.py"), *flags_of(mode), *flags, *own)
@@ -231,7 +231,7 @@ def require_peer(who: str, name: str) -> None:
 
 
 def check_flags(words: Sequence[str], reserved: Sequence[str] = RESERVED_FLAGS) -> None:
-    """UsageError where flags for scripts are none, or ``reserved``, which the tool sets."""
+    """UsageError if flags for scripts are not flags, or are ``reserved``: the tool sets those."""
     if words and not words[0].startswith("-"):
         raise UsageError(f"{words[0]}: not a flag; name scripts after a flag of this tool, and their flags after --")
     for word in words:
@@ -245,7 +245,7 @@ def bare(word: str) -> str:
 
 
 def require_distinct(args, *names: str) -> None:
-    """UsageError unless every named field of ``args`` has a value at least, and none twice."""
+    """UsageError unless every named field of ``args`` has at least one value and no value twice."""
     for name in names:
         values = getattr(args, name)
         if not values or len(set(values)) < len(values):
@@ -256,21 +256,21 @@ def require_distinct(args, *names: str) -> None:
 
 
 def script_and_flags(contender: Contender) -> tuple[ModuleType, tuple[str, ...]]:
-    """The training script that a contender runs, or whose flags the peer takes, as a module; and the flags."""
+    """The training script (as a module) that a contender runs, or whose flags the peer takes; and the flags."""
     peer = peer_of(contender.label)
     script, start = (PEERS[peer].script, 4) if peer else (Path(contender.command[1]).stem, 2)
     return importlib.import_module(f"leanrl.{script}"), contender.command[start:]
 
 
 def require_valid(contender: Contender, num_groups: int = 1) -> None:
-    """UsageError unless the script takes its flags: reported before the first run, not when it is this one's turn.
+    """UsageError unless the script takes its flags. It is called before the first run, not when it is this one's turn.
 
     Args:
-        num_groups: how many groups will be started, of a distributed script.
+        num_groups: how many groups of a distributed script will be started.
     """
     module, flags = script_and_flags(contender)
     try:
-        # tyro would draw a box.
+        # tyro would print a box.
         with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
             args = tyro.cli(module.Args, args=flags)
     except SystemExit:
@@ -285,16 +285,16 @@ def require_valid(contender: Contender, num_groups: int = 1) -> None:
 
 
 def rounds_of(contenders: Sequence, seeds: Sequence[int]) -> list[tuple]:
-    """A B C, then C B A, ... so that a machine that slows down favours none; each with the seed of its round."""
+    """A B C, then C B A, ..., each with the seed of its round, so that a machine that slows down favours none."""
     return [(seed, contender) for i, seed in enumerate(seeds) for contender in contenders[:: -1 if i % 2 else 1]]
 
 
 def run_trials(contenders: Sequence[Contender], seeds: Sequence[int], runs_dir: Path) -> list[Trial]:
-    """Runs every contender with every seed, `in_turn` on this terminal; a failed one does not stop the others.
+    """Runs every contender with every seed, `in_turn` on this terminal; a failed run does not stop the others.
 
     Raises:
-        SystemExit: with code 2, where a run ends with that code: bad input, which it has reported in one line.
-        KeyboardInterrupt: by Ctrl-C in the first run.
+        SystemExit: with code 2 if a run ends with that code: bad input, which it has reported in one line.
+        KeyboardInterrupt: Ctrl-C in the first run.
     """
 
     def run(contender: Contender, seed: int) -> Trial:
@@ -308,10 +308,10 @@ def run_trials(contenders: Sequence[Contender], seeds: Sequence[int], runs_dir: 
 
 
 def in_turn(runs: Mapping[str, Callable]) -> list:
-    """What ``runs`` return, called one at a time, each announced by its name. Ctrl-C keeps what came before it.
+    """The results of ``runs``, called one at a time and announced by name. Ctrl-C keeps the results so far.
 
     Raises:
-        KeyboardInterrupt: by Ctrl-C in the first.
+        KeyboardInterrupt: Ctrl-C in the first one.
     """
     results = []
     try:
@@ -333,13 +333,13 @@ def run_trial(
     output: Path | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> Trial:
-    """Runs one contender to its end, in a run directory of its own, and reads that; the rest as ``run_child``.
+    """Runs one contender to its end in a run directory of its own, and reads that. Other arguments: see ``run_child``.
 
     Raises:
-        SystemExit: with code 2, where the run ends with that code: bad input, which it has reported in one line.
+        SystemExit: with code 2 if the run ends with that code: bad input, which it has reported in one line.
     """
     name = re.sub(r"[^A-Za-z0-9]+", "_", contender.label).strip("_")
-    # With the time, so that a second call may use the same folder.
+    # The name has the time, so that a second call may use the same folder.
     run_name = f"{name}__seed{seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     flags = ["--seed", str(seed), "--run-name", run_name, "--runs-dir", str(runs_dir)]
     trial = Trial(contender.label, seed, [*contender.command, *flags], str(runs_dir / run_name), exit_code=0)
@@ -359,15 +359,15 @@ def run_child(
     """Runs ``command``; it does not outlive this call.
 
     Args:
-        deadline: when it is asked to stop (a script checkpoints then and calls its run interrupted); None for never.
-        output: file for what it prints; None for this terminal.
-        variables: of its environment, beside this process's.
+        deadline: when it is asked to stop (a script then checkpoints, and marks its run interrupted); None for never.
+        output: file for its output; None for this terminal.
+        variables: environment variables, in addition to this process's.
 
     Returns:
-        its exit code, and the most memory that it held (None where it ended at once or the system does not say).
+        its exit code, and its peak memory (None if it ended at once or the system does not say).
     """
-    # In a process group of its own, Ctrl-C reaches the child through `stop` only: not while it imports, which would
-    # print a traceback, and not the compilers that it has started.
+    # In its own process group, the child gets Ctrl-C only through `stop`: not while it imports, which would print a
+    # traceback, and without the compilers that it has started.
     with nullcontext() if output is None else open(output, "wb") as file:
         child = subprocess.Popen(
             command,
@@ -383,7 +383,7 @@ def run_child(
             try:
                 return child.wait(MEMORY_SECONDS), peak
             except subprocess.TimeoutExpired:
-                # Of all looks: a launcher outlives its ranks.
+                # The maximum over all checks, as a launcher outlives its ranks.
                 peak = max(filter(None, (peak, peak_memory_mb(child.pid))), default=None)
             if deadline is not None and deadline.seconds_left <= 0:
                 stop(child)
@@ -393,20 +393,20 @@ def run_child(
 
 
 def child_environ() -> dict[str, str]:
-    """The environment of a child that is to find this repository's modules."""
+    """The environment of a child that must find this repository's modules."""
     path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path}
 
 
 def run_groups(name: str, command: Sequence[str], num_groups: int) -> None:
-    """Runs a distributed script's ``command``, all groups on this machine: of several, each as SLURM would start it.
+    """Runs a distributed script's ``command``, all groups on this machine; several are started as SLURM would.
 
     Raises:
-        SystemExit: the run, which is reported as ``name``, ended with another exit code than 0; with that one.
+        SystemExit: the run, reported as ``name``, ended with an exit code other than 0; it exits with the same code.
     """
     environ = child_environ()
     if num_groups > 1:
-        # Ports go by job number, and GPUs by group.
+        # Ports depend on the job number, and GPUs on the group.
         job = {"SLURM_JOB_ID": str(random.randrange(10**6)), "SLURM_STEP_NODELIST": "localhost"}
         environ |= {**job, "SLURM_NTASKS": str(num_groups)}
         command = [*command, "--distributed"]
@@ -428,18 +428,18 @@ def run_groups(name: str, command: Sequence[str], num_groups: int) -> None:
 
 
 def peak_memory_mb(pid: int) -> float | None:
-    """The most that a running process has held in RAM so far, in 10**6 bytes; None once it has ended, or off Linux.
+    """Peak RAM of a running process so far, in 10**6 bytes; None once it has ended, or if this is not Linux.
 
-    With the ranks of a distributed script, which its launcher starts with its own flags. Not what os.wait4 says at the
-    end: that is at least what this process holds, which the child had before its exec, and counts the compilers that
-    the child has waited for.
+    It includes the ranks of a distributed script, which its launcher starts with its own flags. What os.wait4 returns
+    at the end would not do: it is at least the memory of this process, which the child had before its exec, and
+    includes the compilers that the child has waited for.
     """
 
     def read(process: int | str, name: str) -> str:
         return Path("/proc", str(process), name).read_text(errors="replace")
 
     peak = 0.0
-    with suppress(OSError, TypeError):  # not every system has these files, and processes end meanwhile
+    with suppress(OSError, TypeError):  # not every system has these files, and processes may end meanwhile
         flags = read(pid, "cmdline").split("\0")[2:]
         for process in (pid, *read(pid, f"task/{pid}/children").split()):
             if read(process, "cmdline").split("\0")[2:] == flags:
@@ -448,7 +448,7 @@ def peak_memory_mb(pid: int) -> float | None:
 
 
 def stop(child: subprocess.Popen) -> None:
-    """Asks a child to stop, waits, and kills it and what it started if that takes long or on a second Ctrl-C."""
+    """Asks a child to stop and waits; kills it and what it started if that takes too long or on a second Ctrl-C."""
     child.terminate()
     try:
         child.wait(STOP_SECONDS)
@@ -458,12 +458,12 @@ def stop(child: subprocess.Popen) -> None:
 
 
 def end_of(log: Path) -> str:
-    """The last lines of what a child printed."""
+    """The last lines of a child's output."""
     return "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:]) if log.exists() else ""
 
 
 def read_json(path: Path) -> dict:
-    """The object in a JSON file; empty where there is no such file."""
+    """The object in a JSON file; empty if there is no such file."""
     return json.loads(path.read_text()) if path.exists() else {}
 
 
@@ -471,7 +471,7 @@ def read_json(path: Path) -> dict:
 
 
 def earlier_record(out: Path, tool: str, device: torch.device) -> dict:
-    """What an earlier call has left in ``out``, to go on from. UsageError: of another commit or machine."""
+    """The record of an earlier call in ``out``, to continue from. UsageError: it is of another commit or machine."""
     record = read_json(out / f"{tool}.json")
     if not record:
         return {}
@@ -488,14 +488,14 @@ def earlier_record(out: Path, tool: str, device: torch.device) -> dict:
 
 
 def running_mean(returns: Sequence[float], episodes: Sequence[int], window: int = 100) -> np.ndarray:
-    """At each of P log points the mean return of the last ``window`` episodes, or of all while there are fewer; [P].
+    """The mean return of the last ``window`` episodes, or of all if there are fewer, at each of P log points; [P].
 
     Args:
-        returns: [P] the mean return of the episodes that ended since the log point before: each counts with it.
-        episodes: [P] how many these are.
+        returns: [P], the mean return of the episodes since the previous log point; each of them counts with this mean.
+        episodes: [P], the number of these episodes.
     """
     ends = np.cumsum(np.asarray(episodes))
     starts = np.maximum(ends - window, 0)
     sums = np.concatenate([[0.0], np.cumsum(np.multiply(returns, episodes))])
-    # A window that begins between two log points takes its share of the second one.
+    # A window that starts between two log points takes its share of the second one.
     return (sums[1:] - np.interp(starts, np.concatenate([[0], ends]), sums)) / (ends - starts)
