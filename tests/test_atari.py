@@ -141,8 +141,7 @@ def test_pools_share_the_environments_of_one_run():
     assert len({whole["obs"][:, i].tobytes() for i in range(4)}) == 4
     again = play(breakout(num_envs=4, start=1000), 50)
     assert (again["obs"] != whole["obs"]).any()
-    rng = np.random.default_rng(0)
-    actions = rng.integers(0, 4, (50, 4))
+    actions = np.random.default_rng(0).integers(0, 4, (50, 4))
     pools = [breakout(num_envs=2, first_index=first) for first in (0, 2)]
     for pool in pools:
         pool.reset()

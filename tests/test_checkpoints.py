@@ -118,19 +118,20 @@ class Intruder:
         return os.mkdir, (str(self.path),)
 
 
-@pytest.mark.parametrize("writer", ["pickle", "torch", "text", "other dict", "no state"])
-def test_foreign_files_are_refused_and_never_run(tmp_path, writer):
+HEADER = {"format": FORMAT, **IDENTITY}
+WRITERS = {
+    "pickle": lambda path, intruder: path.write_bytes(pickle.dumps(intruder)),
+    "torch": lambda path, intruder: torch.save({**HEADER, "global_step": 10, "state": intruder}, path),
+    "text": lambda path, _: path.write_text("not a checkpoint\n" * 100),
+    "other dict": lambda path, _: torch.save({"model": torch.zeros(3)}, path),
+    "no state": lambda path, _: torch.save(HEADER, path),
+}
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_foreign_files_are_refused_and_never_run(tmp_path, write):
     path, trap = tmp_path / "step_000000000010.pt", tmp_path / "trap"
-    if writer == "pickle":
-        path.write_bytes(pickle.dumps(Intruder(trap)))
-    elif writer == "torch":
-        torch.save({"format": FORMAT, **IDENTITY, "global_step": 10, "state": Intruder(trap)}, path)
-    elif writer == "text":
-        path.write_text("not a checkpoint\n" * 100)
-    elif writer == "other dict":
-        torch.save({"model": torch.zeros(3)}, path)
-    else:
-        torch.save({"format": FORMAT, **IDENTITY}, path)
+    write(path, Intruder(trap))
     with pytest.raises(UsageError, match=path.name):
         load_checkpoint(path, IDENTITY)
     with pytest.raises(UsageError, match="--resume"):

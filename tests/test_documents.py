@@ -140,8 +140,7 @@ def test_bench_is_a_call_of_compare(line, bf16_units, tmp_path, monkeypatch):
     python.chmod(0o755)
     (tmp_path / "run.sh").write_text((REPOSITORY / "run.sh").read_text())
     (tmp_path / "requirements").symlink_to(REPOSITORY / "requirements")
-    call = ["bash", tmp_path / "run.sh", "bench", line, "--seeds", "7", "--out", str(tmp_path / "out")]
-    call += ["--", "--gamma", "0.9"]
+    call = ["bash", tmp_path / "run.sh", "bench", line, "--seeds", "7", f"--out={tmp_path}/out", "--", "--gamma", "0.9"]
     out = subprocess.run(call, capture_output=True, text=True, check=True).stdout
     words = out.split("START\n")[1].splitlines()
     args = tyro.cli(compare.Args, args=words[2:])

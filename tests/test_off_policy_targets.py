@@ -198,13 +198,27 @@ def slow_sac(actor, critics, log_alpha, batches, args):
     return critics_target
 
 
-def assert_same_learning(ours, theirs, start, losses, autotune):
-    """Of an actor, critics, log_alpha and target critics."""
-    for i in (0, 1, 3):
-        assert_same_way(ours[i], theirs[i], start[i], tolerance=1e-5)
-    torch.testing.assert_close(ours[2], theirs[2], rtol=1e-5, atol=1e-8)
-    assert torch.equal(ours[2], start[2]) != autotune
-    assert losses.alpha.item() == pytest.approx(ours[2].exp().item(), rel=1e-6)
+def assert_learns_as(slow_update, script, args, actor, critics, *more, alpha, **turn):
+    """The script's updates, whose further arguments are ``more``, move all parts as the transcription does."""
+    log_alpha = torch.tensor([alpha], dtype=torch.float64).log().requires_grad_()
+    start = deepcopy((actor, critics, log_alpha))
+    slow = deepcopy(start)
+    batches = [random_batch(seed) for seed in range(NUM_UPDATES)]
+    torch.manual_seed(1)
+    slow_target = slow_update(*slow, *more, batches, args)
+    critics_target = deepcopy(critics)
+    optimizers = adam(actor, args.policy_lr), adam(critics, args.q_lr), torch.optim.Adam([log_alpha], lr=args.q_lr)
+    parts = actor, critics, critics_target, log_alpha, *optimizers, *more, replay_of(batches), args
+    update, losses = script.make_update(*parts)
+    torch.manual_seed(1)
+    for n in range(1, NUM_UPDATES + 1):
+        update(with_actor=n % 2 == 0, **turn)
+    assert_same_way(actor, slow[0], start[0], tolerance=1e-5)
+    for ours, theirs in ((critics, slow[1]), (critics_target, slow_target)):
+        assert_same_way(ours, theirs, start[1], tolerance=1e-5)
+    torch.testing.assert_close(log_alpha, slow[2], rtol=1e-5, atol=1e-8)
+    assert torch.equal(log_alpha, start[2]) != args.autotune
+    assert losses.alpha.item() == pytest.approx(log_alpha.exp().item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("autotune", [True, False])
@@ -212,20 +226,7 @@ def test_sac_update_is_the_papers(autotune):
     args = sac.Args(autotune=autotune, batch_size=BATCH_SIZE)
     torch.manual_seed(0)
     actor, critics = sac.Actor(OBS_DIM, LOW, HIGH).double(), sac.Critics(OBS_DIM, 2).double()
-    log_alpha = torch.tensor([1.0 if autotune else 0.2], dtype=torch.float64).log().requires_grad_()
-    start = deepcopy((actor, critics, log_alpha))
-    slow = deepcopy(start)
-    batches = [random_batch(seed) for seed in range(NUM_UPDATES)]
-    torch.manual_seed(1)
-    slow_target = slow_sac(*slow, batches, args)
-    critics_target = deepcopy(critics)
-    optimizers = adam(actor, args.policy_lr), adam(critics, args.q_lr), torch.optim.Adam([log_alpha], lr=args.q_lr)
-    update, losses = sac.make_update(actor, critics, critics_target, log_alpha, *optimizers, replay_of(batches), args)
-    torch.manual_seed(1)
-    for n in range(1, NUM_UPDATES + 1):
-        update(with_actor=n % 2 == 0, with_targets=True)
-    ours = actor, critics, log_alpha, critics_target
-    assert_same_learning(ours, (*slow, slow_target), (*start, start[1]), losses, autotune)
+    assert_learns_as(slow_sac, sac, args, actor, critics, alpha=1.0 if autotune else 0.2, with_targets=True)
 
 
 # ----------------------------------------------------------------------------------------------------------- FASTSAC
@@ -301,22 +302,8 @@ def test_fast_sac_update_is_the_papers(autotune):
     actor, critics = fast_sac.Actor(OBS_DIM, LOW, HIGH).double(), fast_sac.Critics(OBS_DIM, 2, args).double()
     for p in (*actor.parameters(), *critics.parameters()):  # norms' weights are 1 at first, and all returns alike
         p.data += 0.05 * torch.randn_like(p)
-    log_alpha = torch.tensor([args.alpha], dtype=torch.float64).log().requires_grad_()
-    normalize = lambda x: (x - 0.3) / 1.7  # noqa: E731
-    start = deepcopy((actor, critics, log_alpha))
-    slow = deepcopy(start)
-    batches = [random_batch(seed) for seed in range(NUM_UPDATES)]
-    torch.manual_seed(1)
-    slow_target = slow_fast_sac(*slow, normalize, batches, args)
-    critics_target = deepcopy(critics)
-    optimizers = adam(actor, args.policy_lr), adam(critics, args.q_lr), torch.optim.Adam([log_alpha], lr=args.q_lr)
-    parts = actor, critics, critics_target, log_alpha, *optimizers, normalize, replay_of(batches), args
-    update, losses = fast_sac.make_update(*parts)
-    torch.manual_seed(1)
-    for n in range(1, NUM_UPDATES + 1):
-        update(with_actor=n % 2 == 0)
-    ours = actor, critics, log_alpha, critics_target
-    assert_same_learning(ours, (*slow, slow_target), (*start, start[1]), losses, autotune)
+    parts = actor, critics, lambda x: (x - 0.3) / 1.7  # how observations are normalised
+    assert_learns_as(slow_fast_sac, fast_sac, args, *parts, alpha=args.alpha)
 
 
 # --------------------------------------------------------------------------------------------------------------- TD3
@@ -359,9 +346,7 @@ def test_td3_update_is_the_papers():
     torch.manual_seed(1)
     for n in range(1, NUM_UPDATES + 1):
         update(with_actor=n % 2 == 0)
-    for ours, theirs, old in zip((actor, critics), slow, start, strict=True):
-        assert_same_way(ours, theirs, old, tolerance=1e-5)
-    for ours, theirs, old in zip(targets, slow_targets, start, strict=True):
+    for ours, theirs, old in zip((actor, critics, *targets), (*slow, *slow_targets), start * 2, strict=True):
         assert_same_way(ours, theirs, old, tolerance=1e-5)
 
 

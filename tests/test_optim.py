@@ -10,7 +10,6 @@ from torch.nn.utils import parameters_to_vector
 from leanrl.support.executables import CompiledStep
 from leanrl.support.optim import Adam, RMSprop
 
-CPU = torch.device("cpu")
 PAIRS = [(Adam, torch.optim.Adam), (RMSprop, torch.optim.RMSprop)]
 
 
@@ -40,7 +39,7 @@ def train(module: nn.Module, optimizer, num_steps: int, lr: float = 1e-2, compil
         optimizer.zero_grad()
 
     if compiled:
-        update = CompiledStep(update, CPU)
+        update = CompiledStep(update, torch.device("cpu"))
     batches = torch.randn(num_steps, 5, 3, generator=torch.Generator().manual_seed(1))
     for n, x in enumerate(batches):
         rate = lr * (1 - n / num_steps)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from types import SimpleNamespace
+from unittest.mock import create_autospec
 
 import psutil
 import pytest
@@ -137,8 +138,7 @@ def test_kill_while_checkpoints_are_written(script, start, tmp_path, kills):
 @pytest.fixture
 def run_dir(finished_run, tmp_path):
     """A copy of the finished run."""
-    shutil.copytree(finished_run, tmp_path / "run")
-    return tmp_path / "run"
+    return shutil.copytree(finished_run, tmp_path / "run")
 
 
 @pytest.mark.parametrize("script", KINDS, indirect=True)
@@ -290,15 +290,9 @@ def test_a_run_may_move_to_another_device(script, run_dir):
 @pytest.fixture
 def second_a_step(monkeypatch):
     """A clock that a run's steps drive: a second passes at the end of each, of an on-policy script's each iteration."""
-    now, checkpoint_due = 0.0, Run.checkpoint_due
-
-    def tick(self) -> bool:
-        nonlocal now
-        now += 1.0
-        return checkpoint_due(self)
-
+    tick = create_autospec(Run.checkpoint_due, side_effect=Run.checkpoint_due)
     monkeypatch.setattr(Run, "checkpoint_due", tick)
-    monkeypatch.setattr("leanrl.support.run.time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr("leanrl.support.run.time", SimpleNamespace(perf_counter=lambda: float(tick.call_count)))
 
 
 def test_max_seconds_end_a_run(script, tmp_path, second_a_step, capsys):

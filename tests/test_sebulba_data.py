@@ -165,10 +165,8 @@ def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
             rollout.rewards.copy_(3 + 5 * torch.randn(rollout.rewards.shape, generator=generator))
             rollout.resets.copy_(torch.rand(rollout.resets.shape, generator=generator) < 0.1)
             rollout.rewards[rollout.resets] = 0.0
-        rewards, resets = (
-            np.concatenate([getattr(rollout, name).numpy() for rollout in rollouts], 1)
-            for name in ("rewards", "resets")
-        )
+        rewards = np.concatenate([rollout.rewards.numpy() for rollout in rollouts], 1)
+        resets = np.concatenate([rollout.resets.numpy() for rollout in rollouts], 1)
         for t in range(30):
             carried = np.where(resets[t], 0.0, rewards[t] + gamma * carried)
             counted += carried[~resets[t]].tolist()

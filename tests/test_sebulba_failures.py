@@ -7,13 +7,15 @@ import signal
 import sys
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import psutil
 import pytest
 import torch.distributed as dist
-from scripts import summary
+from scripts import summary, wait_until
 from sebulba_runs import (
     ALONE,
+    DISTRIBUTED,
     alive,
     end,
     finish,
@@ -62,6 +64,7 @@ def endless(tmp_path):
         ("cleanba_ppo", 2, []),
         ("cleanba_impala", 1, ["--policy-lag=newest"]),
         pytest.param("cleanba_ppo", 1, ["--device=cuda", *SMALL_LAYOUT], marks=needs_gpus(2)),
+        *[pytest.param(script, victim, [], marks=pytest.mark.long) for script in DISTRIBUTED for victim in range(3)],
     ],
 )
 def test_kill_9_ends_the_run(endless, script, victim, flags):
@@ -72,13 +75,6 @@ def test_kill_9_ends_the_run(endless, script, victim, flags):
     assert code == 1 and time.monotonic() - begin < 30
     assert last_line(out) == f"{NAMES[victim]} killed by signal 9"
     assert not alive(ranks)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("script", ["cleanba_ppo", "cleanba_impala"])
-@pytest.mark.parametrize("victim", range(3))
-def test_kill_9_of_any_process(endless, script, victim):
-    test_kill_9_ends_the_run(endless, script, victim, [])
 
 
 def test_a_stopped_launcher_goes_on_and_a_stopped_process_is_a_stall(endless):
@@ -149,10 +145,7 @@ time.sleep(60)
 def test_ctrl_c_before_the_run_has_begun_is_quiet(tmp_path):
     launcher = launch("cleanba_ppo", *tiny(tmp_path, FOREVER, *LAYOUT))
     try:
-        deadline = time.monotonic() + 60
-        while len(psutil.Process(launcher.pid).children()) < 3:
-            assert launcher.poll() is None and time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: len(psutil.Process(launcher.pid).children()) >= 3, launcher, 60)
         launcher.send_signal(signal.SIGINT)
     finally:
         code, out = finish(launcher)
@@ -240,7 +233,6 @@ def test_those_that_are_behind_are_named(monkeypatch):
 
 
 FAULT = """
-import sys
 import leanrl.support.envs as envs
 step = envs.EnvPoolVectorEnv.step
 
@@ -276,8 +268,7 @@ def test_a_run_is_closed_after_an_error_in_an_actor_thread(tmp_path):
     """Without a supervisor, which would not let it take long."""
     note = "import leanrl.support.tracking as tracking; tracking.Tracker.close = lambda self: print('closed')"
     environ = ALONE | patched(tmp_path, f"{FAULT}\n{note}\n")
-    process = launch("cleanba_impala", *tiny(tmp_path, FOREVER), environ=environ)
-    code, out = finish(process)
+    code, out = finish(launch("cleanba_impala", *tiny(tmp_path, FOREVER), environ=environ))
     assert code == 1 and "closed" in out.splitlines()
     assert "actor thread 1 (rank 0): ValueError: the emulator is out of order" in out.splitlines()
 
@@ -319,10 +310,7 @@ def test_only_a_second_ctrl_c_interrupts(first):
 
 
 def test_a_rank_that_is_interrupted_ends_quietly(monkeypatch, capfd, tmp_path):
-    def interrupted(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Worker, "publish", interrupted)
+    monkeypatch.setattr(Worker, "publish", Mock(side_effect=KeyboardInterrupt))
     assert run_alone(monkeypatch, "cleanba_ppo", *tiny(tmp_path, "--total-timesteps=256")) == 130
     assert "Traceback" not in capfd.readouterr().err
 

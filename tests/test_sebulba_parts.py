@@ -168,24 +168,30 @@ def test_the_lag_schedule():
     assert [version_for(r, 1, 10) for r in (11, 12, 13)] == [10, 10, 11]
 
 
-@pytest.mark.parametrize("lag", [0, 1, 2, 3])
-def test_threads_get_exactly_the_version_that_is_due(monkeypatch, lag):
-    """Two threads and a learner, as fast as they can: the schedule alone keeps versions apart."""
+def playing_threads(monkeypatch, policy_lag, num_threads, total_timesteps):
+    """Actor threads whose rollouts hold the only parameter of their agents, and the list of their errors."""
     for name, value in ALONE.items():
         monkeypatch.setenv(name, value)
-    sizes = {"local_num_envs": 1, "num_steps": 1, "total_timesteps": 600}
-    args = ppo.Args(env_id="CartPole-v1", policy_lag=lag, timeout=20, **sizes)
-    start, errors = resolve_start(args), []
-    agents = [ActingAgent(torch.nn.Linear(1, 1, bias=False), "none") for _ in range(2)]
-    threads = [ActorThread(start, i, agent, 0, lambda *error: errors.append(error)) for i, agent in enumerate(agents)]
+    sizes = {"local_num_envs": 1, "num_steps": 1, "num_actor_threads": num_threads, "total_timesteps": total_timesteps}
+    start = resolve_start(ppo.Args(env_id="CartPole-v1", policy_lag=policy_lag, timeout=20, **sizes))
+    threads, errors = [], []
 
     def play(thread):
         for rollout in thread.rollouts():
-            rollout.choices[:] = thread.agent(torch.ones(1))  # its only parameter
+            rollout.choices[:] = thread.agent(torch.ones(1))
 
-    for agent, thread in zip(agents, threads, strict=True):
+    for i in range(num_threads):
+        agent = ActingAgent(torch.nn.Linear(1, 1, bias=False), "none")
         agent.load(torch.zeros(1))
-        thread.start(play)
+        threads.append(ActorThread(start, i, agent, 0, lambda *error: errors.append(error)))
+        threads[i].start(play)
+    return threads, errors
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2, 3])
+def test_threads_get_exactly_the_version_that_is_due(monkeypatch, lag):
+    """Two threads and a learner, as fast as they can: the schedule alone keeps versions apart."""
+    threads, errors = playing_threads(monkeypatch, lag, num_threads=2, total_timesteps=600)
     for update in range(1, 301):
         for thread in threads:
             (rollout,) = thread.take("the learner")
@@ -200,19 +206,7 @@ def test_threads_get_exactly_the_version_that_is_due(monkeypatch, lag):
 
 def test_threads_take_the_newest_version_that_is_there(monkeypatch):
     """And play on where there is none."""
-    for name, value in ALONE.items():
-        monkeypatch.setenv(name, value)
-    sizes = {"local_num_envs": 1, "num_steps": 1, "num_actor_threads": 1, "total_timesteps": 4}
-    start, errors = resolve_start(ppo.Args(env_id="CartPole-v1", policy_lag="newest", timeout=20, **sizes)), []
-    agent = ActingAgent(torch.nn.Linear(1, 1, bias=False), "none")
-    thread = ActorThread(start, 0, agent, 0, lambda *error: errors.append(error))
-
-    def play(thread):
-        for rollout in thread.rollouts():
-            rollout.choices[:] = thread.agent(torch.ones(1))  # its only parameter
-
-    agent.load(torch.zeros(1))
-    thread.start(play)
+    (thread,), errors = playing_threads(monkeypatch, "newest", num_threads=1, total_timesteps=4)
     taken = [thread.take("the learner") for _ in range(2)]
     assert [(rollout.values, *rollout.header[:2].tolist()) for (rollout,) in taken] == [(0, 1, 0), (0, 2, 0)]
     for version in (1, 2):
@@ -273,11 +267,9 @@ def test_random_bits_are_splitmix64s():
 def test_random_bits_are_independent():
     """Each of the 64 is 0 or 1 alike, and differs half the time from its neighbour's by environment, step or action."""
     envs, steps = torch.arange(128).view(-1, 1, 1) << DRAWS_BITS, torch.arange(64).view(-1, 1) * 4
-    grids = [random_bits(seed, envs + steps + torch.arange(4)) for seed in (0, 1)]
-    assert len(grids[0].unique()) == grids[0].numel()
-    neighbours = [
-        (grids[0].narrow(axis, 0, n - 1), grids[0].narrow(axis, 1, n - 1)) for axis, n in enumerate((128, 64, 4))
-    ]
+    grid, _ = grids = [random_bits(seed, envs + steps + torch.arange(4)) for seed in (0, 1)]
+    assert len(grid.unique()) == grid.numel()
+    neighbours = [(grid.narrow(axis, 0, n - 1), grid.narrow(axis, 1, n - 1)) for axis, n in enumerate(grid.shape)]
     for bits in (*grids, *(one ^ other for one, other in (*neighbours, grids))):
         shares = (bits.flatten().unsqueeze(1) >> torch.arange(64) & 1).double().mean(0)
         assert (shares - 0.5).abs().max() < 5 * 0.5 / bits.numel() ** 0.5

@@ -12,7 +12,6 @@ from leanrl.support.envs import SerialVectorEnv, env_seeds, make_env
 from leanrl.support.simulators import CLASSIC_CONTROL, MUJOCO
 
 NUM_STEPS = 400
-FAMILIES = MUJOCO, CLASSIC_CONTROL
 ENV_IDS = [
     env_id
     for env_id, spec in gym.registry.items()

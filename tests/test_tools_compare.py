@@ -168,17 +168,16 @@ def test_ctrl_c_ends_the_run_that_is_on(num_before, tmp_path):
     sleeper = fake_script(tmp_path, "sleeper", sleep)
     driver = tmp_path / "driver.py"
     driver.write_text(
+        # A shell's background jobs ignore Ctrl-C, and hand that down.
+        "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from leanrl.tools import common, compare, trials\nfrom leanrl.tools.trials import Contender\n"
         "trials.require_valid = lambda contender: None\n"
         f"trials.contenders_of = lambda *_: {[good] * num_before + [sleeper, good]}\n"
         "common.run_tool(compare.main, compare.Args)\n"
     )
 
-    def heed_ctrl_c() -> None:  # a shell's background jobs ignore it, and hand that down
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    how = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(REPOSITORY)}, "preexec_fn": heed_ctrl_c, **pipes}
+    how = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(REPOSITORY)}, **pipes}
     process = subprocess.Popen([sys.executable, driver, "--out", "."], **how)
     try:
         pid = int(wait_until(lambda: "".join(path.read_text() for path in tmp_path.glob("runs/*/pid")), process))

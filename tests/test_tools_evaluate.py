@@ -7,6 +7,7 @@ import shutil
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock, create_autospec
 
 import envpool
 import gymnasium as gym
@@ -138,9 +139,8 @@ def test_the_same_seed_gives_the_same_returns(script, run_dir, monkeypatch, caps
     assert len(first) == 5 and len(set(first)) > 1
 
     content = json.loads((run_dir / "evaluation.json").read_text())
-    assert {**content, "returns": other} == content
-    assert (content["script"], content["env_id"]) == (script, tiny_env(script))
-    assert (content["seed"], content["episodes"], content["video"]) == (1, 5, None)
+    told = {"script": script, "env_id": tiny_env(script), "seed": 1, "episodes": 5, "video": None}
+    assert {**content, **told, "returns": other} == content
     printed = capsys.readouterr().out
     assert f"{np.mean(first):,.1f} ± {np.std(first, ddof=1):,.1f}" in printed
     assert f"{min(first):,.1f}" in printed and f"{max(first):,.1f}" in printed
@@ -186,33 +186,21 @@ def test_scores_are_those_of_whole_games_by_hand(script, trained):
 @pytest.mark.parametrize("script", ATARI[1:2], indirect=True)
 def test_an_agent_that_never_serves_loses_its_lives(trained, monkeypatch):
     """In training EnvPool serves the ball after a lost life; without that, time would have to run out."""
-    num_steps = 0
-
-    def wait(obs: np.ndarray) -> np.ndarray:
-        nonlocal num_steps
-        num_steps += 1
-        return np.zeros(len(obs), int)
-
+    wait = Mock(side_effect=lambda obs: np.zeros(len(obs), int))
     script = evaluation.training_script(trained, evaluation.load_model(trained))
     monkeypatch.setattr(script, "load_policy", lambda *_: wait)
     (score,) = evaluation.play(trained, 1)
-    assert 0 <= score < 20 and 50 < num_steps < 2_000
-
-
-def untrained_distributed(run_dir: Path, env_id: str) -> Path:
-    """A run directory of cleanba_ppo with a random policy for an environment of EnvPool's."""
-    torch.manual_seed(0)
-    with closing(make_pool(env_id, range(1), 1, "cleanba")) as pool:
-        agent = cleanba_ppo.make_agent(pool.single_observation_space, pool.single_action_space, cleanba_ppo.Args())
-    model = {"agent": agent.state_dict(), "network": {}}
-    return write_run(run_dir, "cleanba_ppo", model, env_id=env_id, protocol="cleanba")
+    assert 0 <= score < 20 and 50 < wait.call_count < 2_000
 
 
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "LunarLander-v3", "Blackjack-v1"])
 def test_distributed_agents_play_in_envpool(tmp_path, env_id):
     """Gymnasium has the three, too: with other dice, not without Box2D, and with other observations."""
-    run_dir = untrained_distributed(tmp_path / "run", env_id)
+    torch.manual_seed(0)
     with closing(make_pool(env_id, range(1), 1, "cleanba")) as spaces:
+        agent = cleanba_ppo.make_agent(spaces.single_observation_space, spaces.single_action_space, cleanba_ppo.Args())
+        model = {"agent": agent.state_dict(), "network": {}}
+        run_dir = write_run(tmp_path / "run", "cleanba_ppo", model, env_id=env_id, protocol="cleanba")
         policy = cleanba_ppo.load_policy(evaluation.load_model(run_dir)["model"], spaces)
     pool = envpool.make(env_id, env_type="gymnasium", num_envs=1, seed=[evaluation_seed(4)])
     assert evaluation.play(run_dir, 3, seed=4) == play_pool_by_hand(pool, policy, 3)
@@ -234,7 +222,7 @@ def test_what_was_trained_on_envpool_is_filmed_and_plays_there(script, tmp_path)
 
 
 @pytest.mark.parametrize("script", ATARI[1:2], indirect=True)
-def test_sticky_actions(trained, run_dir, tmp_path, refusal):
+def test_sticky_actions(run_dir, tmp_path, refusal):
     assert evaluation.play(run_dir, 3) != evaluation.play(run_dir, 3, sticky=True)
     hopper = untrained(tmp_path / "hopper", "Hopper-v5")
     assert "--sticky: Hopper-v5 has none" in refusal(evaluate, hopper, "--sticky")
@@ -357,25 +345,16 @@ def test_classic_control_can_be_filmed(capfd):
 
 @pytest.mark.parametrize("script", ATARI[1:2], indirect=True)
 def test_video_of_a_game_shows_the_console(run_dir, monkeypatch):
-    rendered, num_steps, render, recv = [], 0, AtariVectorEnv.render, AtariVectorEnv.recv
-
-    def spy_on_render(self) -> np.ndarray:
-        rendered.append(render(self).copy())
-        return rendered[-1]
-
-    def spy_on_recv(self):
-        nonlocal num_steps
-        num_steps += 1
-        return recv(self)
-
+    rendered, render = [], AtariVectorEnv.render
+    recv = create_autospec(AtariVectorEnv.recv, side_effect=AtariVectorEnv.recv)
     score = evaluation.play(run_dir, 1)
-    monkeypatch.setattr(AtariVectorEnv, "render", spy_on_render)
-    monkeypatch.setattr(AtariVectorEnv, "recv", spy_on_recv)
+    monkeypatch.setattr(AtariVectorEnv, "render", lambda self: rendered.append(render(self).copy()) or rendered[-1])
+    monkeypatch.setattr(AtariVectorEnv, "recv", recv)
     assert run_tool_in_process(monkeypatch, evaluate, run_dir, "--episodes", 1, "--capture-video") == 0
     assert returns_of(run_dir) == score  # filming changes nothing
     path = run_dir / "videos" / "evaluation_seed0.mp4"
     frames = np.stack(imageio.mimread(path, memtest=False)).astype(int)
-    assert frames.shape == (1 + num_steps, 210, 160, 3) and num_steps > 100
+    assert frames.shape == (1 + recv.call_count, 210, 160, 3) and recv.call_count > 100
     assert imageio.get_reader(path).get_meta_data()["fps"] == 15
     # The codec's own error, next to which another step's frame is far.
     errors = np.abs(frames - np.stack(rendered)).mean((1, 2, 3))
@@ -431,10 +410,8 @@ def test_frames_of_odd_size(tmp_path):
 
 
 def test_without_opengl_the_remedy_is_told(tmp_path, monkeypatch, refusal):
-    def no_opengl(self):
-        raise AttributeError("'NoneType' object has no attribute 'eglQueryString'")
-
-    monkeypatch.setattr(gym.wrappers.OrderEnforcing, "render", no_opengl)
+    no_opengl = AttributeError("'NoneType' object has no attribute 'eglQueryString'")
+    monkeypatch.setattr(gym.wrappers.OrderEnforcing, "render", Mock(side_effect=no_opengl))
     run_dir = untrained(tmp_path / "run", "Hopper-v5")
     line = refusal(evaluate, run_dir, "--capture-video")
     assert line.startswith("evaluate: --capture-video: cannot film Hopper-v5 here: 'NoneType' object")

@@ -40,6 +40,14 @@ def write_run(folder: Path, seed: int, returns, script="ppo", env_id="Hopper-v5"
     return run_dir
 
 
+@pytest.fixture
+def runs(tmp_path) -> Path:
+    """A folder with runs of three seeds, whose returns are 0 to 9."""
+    for seed in (1, 2, 3):
+        write_run(tmp_path / "runs", seed, [float(i) for i in range(10)])
+    return tmp_path / "runs"
+
+
 def draw(*runs, out: Path, **args) -> str:
     """Calls the tool in this process; returns the markdown that it wrote."""
     assert plot.main(plot.Args(runs=tuple(str(run) for run in runs), out=out, **args)) == 0
@@ -82,10 +90,8 @@ def test_a_run_is_read_as_it_was_written_up_to_its_last_whole_line(tmp_path):
     assert header == facts and last == f"{run_dir},ppo,compile+bf16,Hopper-v5,3,900,9.0,40.0,2,100.0,,0"
 
 
-def test_what_cannot_be_read_is_told_in_one_line_and_left_out(tmp_path, capsys):
-    runs, table = tmp_path / "runs", tmp_path / "table.csv"
-    for seed in (1, 2, 3):
-        write_run(runs, seed, [10, 20])
+def test_what_cannot_be_read_is_told_in_one_line_and_left_out(runs, tmp_path, capsys):
+    table = tmp_path / "table.csv"
     for name, content in (("torn", '{"script": '), ("empty", ""), ("list", "[]")):
         (runs / name).mkdir()
         (runs / name / "args.json").write_text(content)
@@ -114,20 +120,16 @@ def test_what_cannot_be_read_is_told_in_one_line_and_left_out(tmp_path, capsys):
         (["runs", "--max-steps", "299"], "is before the first log point"),
     ],
 )
-def test_bad_input_is_one_line(words, reason, tmp_path, monkeypatch, refusal):
+def test_bad_input_is_one_line(words, reason, runs, tmp_path, monkeypatch, refusal):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    for seed in (1, 2, 3):
-        write_run(tmp_path / "runs", seed, [1.0])
     assert reason in refusal(plot, *words)
     assert {path.name for path in tmp_path.iterdir()} == {"runs", "file"}
 
 
-def test_without_rliable_the_remedy_is_told(tmp_path, monkeypatch, refusal):
-    for seed in (1, 2, 3):
-        write_run(tmp_path / "runs", seed, [1.0])
+def test_without_rliable_the_remedy_is_told(runs, tmp_path, monkeypatch, refusal):
     monkeypatch.setitem(sys.modules, "rliable.library", None)
-    said = refusal(plot, tmp_path / "runs", "--out", tmp_path / "p")
+    said = refusal(plot, runs, "--out", tmp_path / "p")
     assert "rliable" in said and "pip install -r requirements/requirements-dev.txt" in said
 
 
@@ -210,11 +212,8 @@ def test_csv_gives_the_same_numbers_back(tmp_path):
         assert (picture[..., :3] == rgb).all(-1).sum() > 1000
 
 
-def test_some_of_it_alone(tmp_path, capsys):
+def test_some_of_it_alone(runs, tmp_path, capsys):
     """The first steps, without wall clock, of one environment."""
-    runs = tmp_path / "runs"
-    for seed in (1, 2, 3):
-        write_run(runs, seed, [float(i) for i in range(10)])
     write_run(runs, 1, [1.0] * 4, env_id="Walker2d-v5")
     some = {"out": tmp_path / "first", "max_steps": 1_300, "wall_clock": False, "env_ids": ("Hopper-v5",)}
     table = draw(runs, **some)

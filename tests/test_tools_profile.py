@@ -16,13 +16,11 @@ from leanrl.support.errors import UsageError
 from leanrl.tools import profile
 from leanrl.tools.trials import REPOSITORY
 
-BENCHMARKS = REPOSITORY / "doc" / "benchmarks"
-
 
 @pytest.mark.parametrize("name", ["off_policy", "ppo_atari_envpool"])
 def test_pictures_of_committed_records(name):
     """Their tables are those of the pages, see test_tools_report."""
-    record = json.loads((BENCHMARKS / name / "parts.json").read_text())
+    record = json.loads((REPOSITORY / "doc" / "benchmarks" / name / "parts.json").read_text())
     (legend,) = profile.draw(record).legends
     assert set(record["rows"][0]["parts_us"]) <= {text.get_text() for text in legend.get_texts()}
 

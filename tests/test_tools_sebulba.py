@@ -5,13 +5,12 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import psutil
 import pytest
 import tyro
-from scripts import summary
+from scripts import summary, wait_until
 from sebulba_runs import alive, run_alone, run_both
 
 import leanrl.cleanba_impala as impala
@@ -20,9 +19,6 @@ from leanrl.support.errors import UsageError
 from leanrl.tools import launch, plan_layout, profile, reproduce, trials
 from leanrl.tools.profile import Cost
 from leanrl.tools.trials import REPOSITORY
-
-TEMPLATE = REPOSITORY / "leanrl" / "tools" / "cleanba.slurm"
-
 
 COMMAND = ("leanrl/cleanba_ppo.py", "--device", "cpu")
 
@@ -45,7 +41,12 @@ def test_launch_runs_with_workers(monkeypatch, capsys):
 
 def test_launch_submits(tmp_path, monkeypatch, capsys):
     """The template filled in, named as in Cleanba's README; --dry-run prints it."""
-    flags = ["--slurm-template-path", str(TEMPLATE), "--slurm-ntasks=2", "--slurm-gpus-per-task=4"]
+    flags = [
+        "--slurm-template-path",
+        f"{REPOSITORY}/leanrl/tools/cleanba.slurm",
+        "--slurm-ntasks=2",
+        "--slurm-gpus-per-task=4",
+    ]
     args = tyro.cli(launch.Args, args=["--env-ids", "A-v1", "B-v1", *flags, "--", *COMMAND])
     assert launch.main(replace(args, dry_run=True)) == 0
     job = capsys.readouterr().out
@@ -74,17 +75,14 @@ def test_launch_ends_its_runs_with_itself(tmp_path):
     command = [sys.executable, "-m", "leanrl.tools.launch", *flags, "--", *script, "--total-timesteps=100000000"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
-        deadline = time.monotonic() + 180
-        while not list(tmp_path.glob("*/metrics.jsonl")):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.1)
+        (metrics,) = wait_until(lambda: list(tmp_path.glob("*/metrics.jsonl")), process, 180)
         started = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode != 0 and len(started) == 2 and not alive(started)
-    assert summary(next(tmp_path.glob("*/metrics.jsonl")).parent)["interrupted"]
+    assert summary(metrics.parent)["interrupted"]
 
 
 def test_launch_refuses(tmp_path):

@@ -23,8 +23,7 @@ def tensorboard_scalars(run_dir):
 
 
 def test_metrics_of_a_run(script, finished_run):
-    lines = (finished_run / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = [json.loads(line) for line in (finished_run / "metrics.jsonl").read_text().splitlines()]
     assert [row["global_step"] for row in rows] == list(range(64, FINISHED + 1, 64))
     fields = importlib.import_module(f"leanrl.{script}").Losses._fields
     names = [name.replace("qf", f"qf{i}") for name in fields for i in ((1, 2) if name.startswith("qf_") else (0,))]
@@ -44,46 +43,38 @@ def test_metrics_of_a_run(script, finished_run):
 
 
 def test_tensorboard_shows_the_same(finished_run):
-    scalars = tensorboard_scalars(finished_run)
-    expected = {}
-    for row in read_metrics(finished_run):
-        for key, value in row.items():
-            expected.setdefault(key, {})[row["global_step"]] = value
-    del expected["global_step"]
-    assert set(scalars) == set(expected)
-    for key in expected:
-        assert scalars[key] == pytest.approx(expected[key], rel=1e-5)
+    scalars, rows = tensorboard_scalars(finished_run), read_metrics(finished_run)
+    assert set(scalars) == set().union(*rows) - {"global_step"}
+    for key, values in scalars.items():
+        expected = {row["global_step"]: row[key] for row in rows if key in row}
+        assert values == pytest.approx(expected, rel=1e-5)
+
+
+def log(run_dir, points, global_step=0):
+    """Log points by step, of a run that starts at ``global_step``."""
+    tracker = Tracker(run_dir, UNTRACKED, global_step)
+    for step, values in points.items():
+        tracker.log(step, values)
+    tracker.close()
 
 
 def test_what_json_cannot_hold_becomes_null(tmp_path):
-    tracker = Tracker(tmp_path, UNTRACKED, global_step=0)
-    tracker.log(1, {"a": float("nan"), "b": float("inf"), "c": -float("inf"), "d": 0.5})
-    tracker.close()
-
-    def refuse(constant):
-        raise ValueError(constant)
-
-    row = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    log(tmp_path, {1: {"a": float("nan"), "b": float("inf"), "c": -float("inf"), "d": 0.5}})
+    row = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
     assert row == {"global_step": 1, "a": None, "b": None, "c": None, "d": 0.5}
 
 
 def test_resuming_cuts_what_came_after_the_checkpoint(tmp_path):
-    tracker = Tracker(tmp_path, UNTRACKED, global_step=0)
-    for step in range(1, 6):
-        tracker.log(step, {"x": step})
-    tracker.close()
+    log(tmp_path, {step: {"x": step} for step in range(1, 6)})
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"global_step": 6, "x"')  # torn by a kill
     assert [row["global_step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
 
-    Tracker(tmp_path, UNTRACKED, global_step=4).close()
+    log(tmp_path, {}, global_step=4)
     for steps in (tensorboard_scalars(tmp_path)["x"], (row["global_step"] for row in read_metrics(tmp_path))):
         assert [*steps] == [1, 2, 3, 4]
 
-    tracker = Tracker(tmp_path, UNTRACKED, global_step=3)
-    for step in range(4, 8):
-        tracker.log(step, {"x": 10 * step})
-    tracker.close()
+    log(tmp_path, {step: {"x": 10 * step} for step in range(4, 8)}, global_step=3)
     expected = {1: 1, 2: 2, 3: 3, 4: 40, 5: 50, 6: 60, 7: 70}
     assert {row["global_step"]: row["x"] for row in map(json.loads, open(tmp_path / "metrics.jsonl"))} == expected
     assert len(read_metrics(tmp_path)) == 7

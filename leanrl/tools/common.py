@@ -128,17 +128,12 @@ def failure_note(failures: Sequence[str]) -> str:
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A pipe table whose columns line up on a terminal too: the first left-aligned, the others right-aligned."""
-    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
-
-    def line(cells: Sequence[str]) -> str:
-        first, *others = (
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        )
-        return "| " + " | ".join((first, *others)) + " |"
-
-    rule = ["-" * widths[0]] + ["-" * (width - 1) + ":" for width in widths[1:]]
-    return "\n".join([line(header), line(rule), *(line(row) for row in rows)])
+    columns = []
+    for title, *cells in zip(header, *rows, strict=True):
+        width = max(map(len, (title, *cells)))
+        rule, align = ("-" * (width - 1) + ":", str.rjust) if columns else ("-" * width, str.ljust)
+        columns.append([align(cell, width) for cell in (title, rule, *cells)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in zip(*columns, strict=True))
 
 
 # ---------------------------------------------------------------------------------------------------------- PICTURES

@@ -238,9 +238,8 @@ def run_upstream(contender: Contender, seed: int, runs_dir: Path, deadline: Dead
     run_dir.mkdir(parents=True, exist_ok=True)
     trial = Trial(contender.label, seed, [*contender.command, f"--seed={seed}"], str(run_dir), exit_code=0)
     log = run_dir / "output.log"
-    trial.exit_code, trial.peak_memory_mb = trials.run_child(trial.command, deadline, log, {"WANDB_MODE": "disabled"})
-    speeds = re.findall(r"([\d.]+) sps", log.read_text(errors="replace"))
-    if speeds:
+    trial.exit_code, trial.peak_memory_mb = trials.run_child(trial.command, deadline, log, WANDB_MODE="disabled")
+    if speeds := re.findall(r"([\d.]+) sps", log.read_text(errors="replace")):
         unknown = dict.fromkeys(("global_step", "warmup_seconds", "episodic_return"))
         trial.summary = {"sps": float(speeds[-1]), "interrupted": False, **unknown}
     if trial.failure:

@@ -295,24 +295,26 @@ def atari_envs(args) -> Any:
     """Our Atari environments as an SB3 VecEnv, with their own autoreset: a step that only resets counts as a step."""
     from stable_baselines3.common.vec_env import VecEnv
 
+    envs = make_atari_envs(args.env_id, args.num_envs, args.seed, CLEANRL)
+
     class AtariVecEnv(VecEnv):
         """Also the Monitors that the callback reads: returns and lengths of each environment's whole games."""
 
-        def __init__(self, envs) -> None:
+        step_async = envs.send
+        close = envs.close
+        set_attr = env_method = None  # no one calls them
+
+        def __init__(self) -> None:
             super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
-            self.envs = envs
             self.games = EpisodeStatistics(envs.num_envs)
             self.ended = {name: [[] for _ in range(envs.num_envs)] for name in ("episode_returns", "episode_lengths")}
 
         def reset(self) -> np.ndarray:
             self.resets = np.zeros(self.num_envs, bool)
-            return self.envs.reset()[0]
-
-        def step_async(self, actions: np.ndarray) -> None:
-            self.envs.send(actions)
+            return envs.reset()[0]
 
         def step_wait(self):
-            obs, rewards, terminations, truncations, infos = self.envs.recv()
+            obs, rewards, terminations, truncations, infos = envs.recv()
             dones = terminations | truncations
             scores, ends = whole_games(rewards, dones, infos)
             ended = self.games.add_step(scores, ends, self.resets)
@@ -330,16 +332,11 @@ def atari_envs(args) -> Any:
         def get_attr(self, attr_name: str, indices=None) -> list:
             return self.ended.get(attr_name) or [None] * self.num_envs
 
-        set_attr = env_method = None  # nobody calls them
-
         def env_is_wrapped(self, wrapper_class, indices=None) -> list[bool]:
             # It stands in for a Monitor.
             return [wrapper_class.__name__ == "Monitor"] * self.num_envs
 
-        def close(self) -> None:
-            self.envs.close()
-
-    return AtariVecEnv(make_atari_envs(args.env_id, args.num_envs, args.seed, CLEANRL))
+    return AtariVecEnv()
 
 
 # ------------------------------------------------------------------------------------------------------------- LEARNING
@@ -500,12 +497,7 @@ PEERS = {
     **peers_of("sbx", "sbx"),
     "sb3:PPO-Atari": Peer("stable_baselines3", "ppo_atari_envpool", ppo, atari_envs, ppo_timing),
     "rl_games:PPO": Peer(
-        "rl_games",
-        "ppo_continuous_action_torchcompile",
-        rl_games_ppo,
-        rl_games_envs,
-        ppo_timing,
-        learn_rl_games,
+        "rl_games", "ppo_continuous_action_torchcompile", rl_games_ppo, rl_games_envs, ppo_timing, learn_rl_games
     ),
 }
 

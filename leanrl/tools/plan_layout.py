@@ -226,12 +226,11 @@ def main(args: Args) -> int:
         try:
             layout = layout_of(text, script_args)
             module.validate_shards(script_args, layout)
+            layouts[text] = layout
         except UsageError as error:
             if text in args.check:
                 raise
             left_out[text] = str(error)
-        else:
-            layouts[text] = layout
     if not layouts:
         raise bad("layouts", args.layouts, f"none fits the script's flags ({'; '.join(set(left_out.values()))})")
 

@@ -208,13 +208,8 @@ def estimate_band(curves: Sequence[Curve], axis: str) -> Band:
     xs = [curve[axis].to_numpy() for curve in curves]
     last = min(x[-1] for x in xs)
     grid = np.linspace(min(last, max(x[0] for x in xs)), last, GRID_POINTS)
-    scores = np.stack(
-        [
-            np.interp(grid, x, running_mean(curve["episodic_return"], curve["episodes"]))
-            for x, curve in zip(xs, curves, strict=True)
-        ]
-    )
-    return Band(grid, *estimate_iqm(scores))
+    means = [running_mean(curve["episodic_return"], curve["episodes"]) for curve in curves]
+    return Band(grid, *estimate_iqm(np.stack([np.interp(grid, *line) for line in zip(xs, means, strict=True)])))
 
 
 def overlap(a: Band, b: Band) -> float | None:
@@ -269,9 +264,8 @@ def warn_of_weaknesses(groups: Groups) -> None:
             warn(f"{name}: its runs differ in {', '.join(differing)}")
         ends = [curve["global_step"].iloc[-1] for curve in curves]
         if min(ends) < 0.9 * max(ends):
-            warn(
-                f"{name}: drawn to step {min(ends):,.0f}, where its shortest run ends; the longest has {max(ends):,.0f}"
-            )
+            shortest = f"drawn to step {min(ends):,.0f}, where its shortest run ends"
+            warn(f"{name}: {shortest}; the longest has {max(ends):,.0f}")
 
 
 # ------------------------------------------------------------------------------------------------ TABLES AND PICTURE

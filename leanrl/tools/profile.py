@@ -219,17 +219,10 @@ def watch(script: str, flags: Sequence[str], steps: int, how: str) -> dict:
             session.close()
             return super().finish(*args, **kwargs)
 
-    def watched(step: Callable) -> Callable:
-        def call(*args):
-            with torch.profiler.record_function("env.step"):
-                return step(*args)
-
-        return call
-
     def make_watched_envs(*args, **kwargs):
         envs = make_envs(*args, **kwargs)
         for name in ("send", "recv") if hasattr(envs, "send") else ("step",):
-            setattr(envs, name, watched(getattr(envs, name)))
+            setattr(envs, name, torch.profiler.record_function("env.step")(getattr(envs, name)))
         found["alone"] = lambda: sps_alone(make_envs(*args, **kwargs))
         return envs
 

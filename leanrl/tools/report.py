@@ -292,8 +292,7 @@ def code_at(commit: str, path: str) -> str | None:
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(body := getattr(node, "body", None), list):
-            is_text = [isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant) for x in body]
-            node.body = [x for x, skip in zip(body, is_text, strict=True) if not skip]
+            node.body = [x for x in body if not (isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant))]
     return ast.dump(tree)
 
 

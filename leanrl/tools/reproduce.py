@@ -11,11 +11,12 @@ SLURM would start them, one task per group. The tables are also written to OUT/t
 """
 
 import hashlib
+import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_flatten_with_path
@@ -29,6 +30,8 @@ from leanrl.tools.trials import DISTRIBUTED, SCRIPTS, Contender, require_distinc
 
 LAYOUTS = ("a0-l0-d1", "a0-l0,1-d1", "a0-l1-d1", "a0-l1,2-d1", "a0-l0-d2")
 NUM_ACTOR_THREADS = 2
+# Flags that the scripts have under the same names.
+HANDED_ON = ("device", "env_id", "env_backend", "seed", "num_shards", "num_steps")
 # The parameters after one update may differ by this much if sums are taken in another order.
 TOLERANCE = 1e-5
 
@@ -59,8 +62,7 @@ class Args(common.OutArgs):
     """cuda needs as many GPUs as a layout has devices"""
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """What a table says of one run."""
 
     script: str
@@ -85,15 +87,11 @@ def command(run: Run, args: Args, folder: Path) -> list[str]:
     return [
         sys.executable,
         str(SCRIPTS / f"{run.script}.py"),
-        f"--device={args.device}",
-        *(f"--env-id={args.env_id}", f"--env-backend={args.env_backend}"),
-        f"--seed={args.seed}",
+        *(f"--{name.replace('_', '-')}={getattr(args, name)}" for name in HANDED_ON),
         f"--total-timesteps={run.updates * args.num_envs * args.num_steps}",
         *("--actor-device-ids", *map(str, actors), "--learner-device-ids", *map(str, learners)),
         f"--num-actor-threads={NUM_ACTOR_THREADS}",
         f"--local-num-envs={args.num_envs // num_threads}",
-        f"--num-shards={args.num_shards}",
-        f"--num-steps={args.num_steps}",
         "--num-minibatches=2",
         f"--policy-lag={run.lag}",
         "--num-threads=1",
@@ -138,27 +136,19 @@ def compare_script(script: str, lag: int, args: Args, folder: Path) -> list[dict
         row |= {"equal": fingerprint(exact) == fingerprint(first_exact), "difference": close}
         rows.append({**row, "close": close <= TOLERANCE})
         print(f"{script}, lag {lag}, {layout}: {row['fingerprint']}", flush=True)
-    last = args.layouts[-1]
-    twice = [
-        fingerprint(execute(Run(script, last, lag, False, args.updates, repeat), args, folder)) for repeat in (0, 1)
-    ]
-    rows[-1]["repeatable"] = twice[0] == twice[1]
+    twice = [execute(Run(script, layout, lag, False, args.updates, repeat), args, folder) for repeat in (0, 1)]
+    rows[-1]["repeatable"] = len({*map(fingerprint, twice)}) == 1
     return rows
 
 
 def render(rows: Sequence[dict], args: Args) -> str:
     """The table, and what its columns mean."""
     header = ("script", "lag", "layout", "exact: fingerprint", "equal", "one update: difference", "within", "repeats")
+    said = {True: "yes", False: "NO", None: ""}
     cells = [
         (
-            row["script"],
-            str(row["lag"]),
-            row["layout"],
-            row["fingerprint"],
-            "yes" if row["equal"] else "NO",
-            f"{row['difference']:.1e}",
-            "yes" if row["close"] else "NO",
-            {True: "yes", False: "NO"}.get(row.get("repeatable"), ""),
+            *(f"{row[key]}" for key in ("script", "lag", "layout", "fingerprint")),
+            *(said[row["equal"]], f"{row['difference']:.1e}", said[row["close"]], said[row.get("repeatable")]),
         )
         for row in rows
     ]
@@ -175,9 +165,8 @@ def main(args: Args) -> int:
     require_distinct(args, "scripts", "layouts", "lags")
     require_at_least(args, 1, "num_envs", "num_shards", "num_steps", "updates")
     if "newest" in args.lags:
-        raise bad(
-            "lags", args.lags, "newest parameters are other ones in every run; a lag must be counted to be repeated"
-        )
+        reason = "newest parameters are other ones in every run; a lag must be counted to be repeated"
+        raise bad("lags", args.lags, reason)
     if min(args.lags) < 0:
         raise bad("lags", args.lags, "must be at least 0")
     for script in args.scripts:
@@ -190,9 +179,8 @@ def main(args: Args) -> int:
         require_valid(contender, num_groups)
     out = common.results_folder(args, "reproduce")
     rows = []
-    for script in args.scripts:
-        for lag in args.lags:
-            rows += compare_script(script, lag, args, out / "runs")
+    for script, lag in itertools.product(args.scripts, args.lags):
+        rows += compare_script(script, lag, args, out / "runs")
     record = {**common.benchmark_record("reproduce", torch.device(args.device)), "args": asdict(args), "rows": rows}
     text = f"{common.describe_machine(record['machine'])}\n\n{render(rows, args)}"
     common.write_results(out, "reproduce", record, text)

@@ -117,7 +117,7 @@ def main(args: Args) -> int:
             variables = {"TORCHINDUCTOR_CACHE_DIR": folder}
             if cache == "warm":
                 short = replace(contender, command=(*contender.command, "--max-seconds=1"))
-                trials.run_trial(short, seed, out / "runs" / "filling", variables=variables)
+                trials.run_trial(short, seed, out / "runs" / "filling", **variables)
             runs.append({"cache": cache, **timed(task, variables, contender, seed, out / "runs" / cache)})
         write_json_atomically(out / "speedrun.json", record())
 
@@ -154,7 +154,7 @@ def timed(task: Task, variables: dict[str, str], contender: trials.Contender, se
     limit = PATIENCE * task.seconds
     start = time.time()
     deadline = trials.Deadline.within(limit)
-    trial = trials.run_trial(contender, seed, runs_dir, deadline, variables=variables)
+    trial = trials.run_trial(contender, seed, runs_dir, deadline, **variables)
     ended = time.time() - start
     failure = None if trial.was_cut_off else trial.failure
     snapshots = [] if failure else evaluate(contender, Path(trial.run_dir), start, limit, task.target)

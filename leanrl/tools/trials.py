@@ -1,6 +1,5 @@
 """Runs contenders (a training script in one mode, or a peer) in turn, and reads their results."""
 
-import dataclasses
 import importlib
 import importlib.util
 import io
@@ -15,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -140,10 +139,8 @@ def flags_of(mode: str) -> list[str]:
 
 def modes_of(script: str) -> list[str]:
     """The MODES that a script has flags for, plainest first; a reference has only ``eager``."""
-    known = {
-        field.name.replace("_", "-") for field in dataclasses.fields(importlib.import_module(f"leanrl.{script}").Args)
-    }
-    return [mode for mode in MODES if {flag.removeprefix("--") for flag in flags_of(mode)} <= known]
+    known = {f"--{f.name.replace('_', '-')}" for f in fields(importlib.import_module(f"leanrl.{script}").Args)}
+    return [mode for mode in MODES if {*flags_of(mode)} <= known]
 
 
 def parse_entry(entry: str, name: str) -> tuple[str, list[str]]:
@@ -235,13 +232,9 @@ def check_flags(words: Sequence[str], reserved: Sequence[str] = RESERVED_FLAGS) 
     if words and not words[0].startswith("-"):
         raise UsageError(f"{words[0]}: not a flag; name scripts after a flag of this tool, and their flags after --")
     for word in words:
-        if bare(word) in reserved:
+        # --num_envs=4 sets --num-envs, --no-compile sets --compile.
+        if word.split("=")[0].replace("_", "-").replace("--no-", "--") in reserved:
             raise UsageError(f"{word}: is set by this tool itself, see --help")
-
-
-def bare(word: str) -> str:
-    """The flag that a word sets: ``--num_envs=4`` -> ``--num-envs``, ``--no-compile`` -> ``--compile``."""
-    return word.split("=")[0].replace("_", "-").replace("--no-", "--")
 
 
 def require_distinct(args, *names: str) -> None:
@@ -325,15 +318,8 @@ def in_turn(runs: Mapping[str, Callable]) -> list:
     return results
 
 
-def run_trial(
-    contender: Contender,
-    seed: int,
-    runs_dir: Path,
-    deadline: Deadline | None = None,
-    output: Path | None = None,
-    variables: Mapping[str, str] | None = None,
-) -> Trial:
-    """Runs one contender to its end in a run directory of its own, and reads that. Other arguments: see ``run_child``.
+def run_trial(contender: Contender, seed: int, runs_dir: Path, deadline: Deadline | None = None, **rest) -> Trial:
+    """Runs one contender to its end in a run directory of its own, and reads that. ``rest``: see ``run_child``.
 
     Raises:
         SystemExit: with code 2 if the run ends with that code: bad input, which it has reported in one line.
@@ -343,18 +329,15 @@ def run_trial(
     run_name = f"{name}__seed{seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     flags = ["--seed", str(seed), "--run-name", run_name, "--runs-dir", str(runs_dir)]
     trial = Trial(contender.label, seed, [*contender.command, *flags], str(runs_dir / run_name), exit_code=0)
-    trial.exit_code, trial.peak_memory_mb = run_child(trial.command, deadline, output, variables)
-    if trial.exit_code == 2 and output is None:
+    trial.exit_code, trial.peak_memory_mb = run_child(trial.command, deadline, **rest)
+    if trial.exit_code == 2 and "output" not in rest:
         raise SystemExit(2)
     trial.read()
     return trial
 
 
 def run_child(
-    command: Sequence[str],
-    deadline: Deadline | None = None,
-    output: Path | None = None,
-    variables: Mapping[str, str] | None = None,
+    command: Sequence[str], deadline: Deadline | None = None, output: Path | None = None, **variables: str
 ) -> tuple[int, float | None]:
     """Runs ``command``; it does not outlive this call.
 
@@ -374,7 +357,7 @@ def run_child(
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file and subprocess.STDOUT,
-            env={**child_environ(), **(variables or {})},
+            env=child_environ() | variables,
             process_group=0,
         )
     peak = None
@@ -388,8 +371,7 @@ def run_child(
             if deadline is not None and deadline.seconds_left <= 0:
                 stop(child)
     finally:
-        if child.poll() is None:
-            stop(child)
+        stop(child)
 
 
 def child_environ() -> dict[str, str]:
@@ -419,9 +401,8 @@ def run_groups(name: str, command: Sequence[str], num_groups: int) -> None:
         codes = [task.wait() for task in tasks]
     finally:
         for task in tasks:
-            if task.poll() is None:
-                task.terminate()
-                task.wait()
+            task.terminate()
+            task.wait()
     if code := max(map(abs, codes)):
         print(f"{name}: ended with exit code {code}", file=sys.stderr)
         raise SystemExit(code)
@@ -475,10 +456,8 @@ def earlier_record(out: Path, tool: str, device: torch.device) -> dict:
     record = read_json(out / f"{tool}.json")
     if not record:
         return {}
-    ours, theirs = (
-        [machine["git_commit"], machine["device_name"]]
-        for machine in (benchmark_record(tool, device)["machine"], record["machine"])
-    )
+    machines = benchmark_record(tool, device)["machine"], record["machine"]
+    ours, theirs = ([machine["git_commit"], machine["device_name"]] for machine in machines)
     if ours != theirs:
         raise bad("out", out, f"its {tool}.json is of {theirs[0]} on {theirs[1]}; go on there, or take another folder")
     if ours[0] is None or ours[0].endswith("-dirty"):
