@@ -7,7 +7,7 @@ The same program as fast_sac.py: read that first, then diff the two to see what 
     python leanrl/fast_sac_torchcompile.py --compile --amp bf16       # faster where there are bf16 units
     python leanrl/fast_sac_torchcompile.py --compile --cudagraphs     # on a CUDA device, or --one-graph
 
-What differs (doc/optimizations.md gives the measured gain of most of it):
+What differs (doc/optimizations.md gives its gains in SAC):
 - an environment step costs one copy to the device, one call and one copy back: the call writes the transition to the
   replay, samples a batch, trains critics, entropy coefficient and actor, updates the target networks, and acts;
 - torch.compile traces ``loss.backward()`` and the step of our own Adam, so an update is one graph;

@@ -12,7 +12,6 @@ What differs (``python -m leanrl.tools.ablate --rows atari`` measures the gain o
 - an environment step costs one call: act, with random numbers drawn before the rollout, and write to the rollout; with
   ``--num-env-groups 2`` half of the environments step while the actions of the other half are computed;
 - torch.compile traces ``loss.backward()`` and the step of our own Adam, so an update is one graph, gather included;
-- GAE is a scan;
 - with ``--one-graph`` a step is one CUDA graph, copies included, and an epoch another (leanrl/support/onegraph.py).
 
 Measured speed and learning curves: doc/benchmarks/ppo_atari_envpool.md

@@ -92,7 +92,7 @@ def validate(args: Args) -> None:
     require_at_least(args, 1, "total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs")
     require_at_least(args, 1, "num_threads", "checkpoint_every")
     require_at_least(args, 0, "seed")
-    require_positive(args, "learning_rate", "max_grad_norm", "exploration_fraction", "max_seconds")
+    require_positive(args, "learning_rate", "max_grad_norm", "exploration_fraction", "max_seconds", "snapshot_seconds")
     require_unit_interval(args, "gamma", "q_lambda", "start_e", "end_e")
     batch_size = args.num_envs * args.num_steps
     if batch_size % args.num_minibatches:

@@ -82,10 +82,7 @@ class Replay:
         """The filled rows and the cursor. On a CPU they share the replay's memory, so that saving takes no second copy:
         write them to a file, or clone them, before the next ``add``."""
         # Through NumPy, because torch.save would write a slice's whole storage.
-        return {
-            "rows": torch.from_numpy(self.rows[: self.size.item()].cpu().numpy()),
-            "cursor": self.cursor.cpu(),
-        }
+        return {"rows": torch.from_numpy(self.rows[: self.size.item()].cpu().numpy()), "cursor": self.cursor.cpu()}
 
     def load_state_dict(self, state: dict) -> None:
         """Restores what the ``state_dict`` of a ring of the same capacity returned."""

@@ -406,8 +406,7 @@ class Run:
             self._progress.close()
             run_dir = shlex.quote(str(self.dir))
             go_on = f"; go on: ./run.sh {self.script} --resume {run_dir} --max-seconds None"
-            has_model = (self.dir / "model.pt").exists()
-            playing = f"./run.sh evaluate {run_dir}" if has_model else "train with --save-model"
+            playing = f"./run.sh evaluate {run_dir}" if (self.dir / "model.pt").exists() else "train with --save-model"
             print(f"{self.dir}: play: {playing}{go_on if self.global_step < self.total_steps else ''}", file=sys.stderr)
         return summary
 

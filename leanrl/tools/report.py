@@ -133,14 +133,8 @@ def overview(root: Path):
         for panel in (bars, axes):
             clean(panel)
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    figure.legend(
-        [Patch(color=color) for color in colors.values()],
-        [column.strip("`") for column in colors],
-        loc="outside lower center",
-        ncols=len(colors),
-        frameon=False,
-        fontsize=12,
-    )
+    handles = [Patch(color=color, label=column.strip("`")) for column, color in colors.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=12)
     return figure
 
 
