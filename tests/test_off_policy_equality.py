@@ -28,12 +28,19 @@ EPS = 1e-4
 
 CUDA = torch.device("cuda", 0)
 CUDA_MODES = ("eager", "compile", "cudagraphs", "compile+cudagraphs")
-in_either_precision = pytest.mark.parametrize("amp", ["none", "bf16"])
-in_every_mode = pytest.mark.parametrize(
-    ("mode", "device"),
-    [("eager", CPU), ("compile", CPU), *(pytest.param(mode, CUDA, marks=pytest.mark.cuda) for mode in CUDA_MODES)],
-    ids=str,
-)
+
+
+def in_every_mode(long: tuple[str, ...] = ()):
+    """Parametrises a test: all modes in either precision; compiled on a CPU in those of ``long`` with --all alone.
+
+    There compilation takes a minute. Each algorithm's default run compiles it in one precision at least.
+    """
+    cases = []
+    for amp in ("none", "bf16"):
+        cases.append(("eager", CPU, amp))
+        cases.append(pytest.param("compile", CPU, amp, marks=[pytest.mark.long] if amp in long else []))
+        cases += [pytest.param(mode, CUDA, amp, marks=pytest.mark.cuda) for mode in CUDA_MODES]
+    return pytest.mark.parametrize(("mode", "device", "amp"), cases, ids=str)
 
 
 def filled_replay(device: torch.device, action_dim: int = len(LOW), discrete: int = 0) -> Replay:
@@ -203,15 +210,13 @@ def assert_equal_training(
                 break
 
 
-@in_either_precision
-@in_every_mode
+@in_every_mode()
 def test_td3_equals_the_reference(mode, device, amp):
     steps = {"actor_optimizer": NUM_UPDATES // 2, "q_optimizer": NUM_UPDATES}
     assert_equal_training("td3_continuous_action", mode, device, lambda n: (n % 2 == 0,), steps, amp=amp)
 
 
-@in_either_precision
-@in_every_mode
+@in_every_mode(long=("bf16",))
 def test_sac_equals_the_reference(mode, device, amp):
     steps = dict.fromkeys(("actor_optimizer", "q_optimizer", "a_optimizer"), SAC_UPDATES)  # two every second update
     turn = lambda n: (n % 2 == 0, True)  # noqa: E731
@@ -235,16 +240,14 @@ def test_sac_with_a_fixed_coefficient_equals_the_reference(mode, device):
     assert_equal_training("sac_continuous_action", mode, device, turn, steps, fixed, SAC_UPDATES, **changes)
 
 
-@in_either_precision
-@in_every_mode
+@in_every_mode(long=("bf16",))
 def test_fast_sac_equals_the_reference(mode, device, amp):
     steps = {"actor_optimizer": SAC_UPDATES // 2, "q_optimizer": SAC_UPDATES, "a_optimizer": SAC_UPDATES}
     turn = lambda n: (n % 2 == 0,)  # noqa: E731
     assert_equal_training("fast_sac", mode, device, turn, steps, ("obs_moments",), SAC_UPDATES, amp=amp)
 
 
-@in_either_precision
-@in_every_mode
+@in_every_mode()
 def test_dqn_equals_the_reference(mode, device, amp):
     changes = {"learning_rate": 1e-3, "tau": 0.7, "amp": amp}
     sides = learner("dqn", "eager", device, **changes), learner("dqn_torchcompile", mode, device, **changes)

@@ -118,6 +118,20 @@ def test_networks_in_either_precision(module):
     assert (inexact - expected[0]).abs().max() > 5e-3  # so observations in bf16 would be seen
 
 
+@pytest.mark.parametrize("module", [sac, td3])
+@pytest.mark.parametrize("amp", [False, True], ids=["float32", "bf16"])
+def test_actors_in_either_precision(module, amp):
+    torch.manual_seed(0)
+    actor, obs = module.Actor(OBS_DIM, LOW, HIGH), torch.randn(BATCH_SIZE, OBS_DIM)
+    with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+        outputs = actor(obs)
+    rounded = (lambda x: x.bfloat16().float()) if amp else (lambda x: x)
+    x = slow_mlp([p.t() for p in actor.parameters()], obs, rounded, bias_inside=True)
+    mean, log_std = x.chunk(2, 1) if module is sac else (x, x)
+    expected = (mean, -5 + 3.5 * (log_std.tanh() + 1)) if module is sac else (BIAS + SCALE * x.tanh()).float()
+    torch.testing.assert_close(outputs, expected, rtol=0, atol=2e-3 if amp else 1e-5)
+
+
 def test_values_have_more_digits_than_bf16():
     """What autocast leaves to the networks' last layers: at a hundred, bf16's next number is 0.5 away."""
     obs, actions = torch.randn(64, OBS_DIM), torch.randn(64, 2)

@@ -95,13 +95,18 @@ def minibatches(args, device: torch.device, count: int) -> list[torch.Tensor]:
     return [torch.randperm(size, generator=generator)[: size // 4].to(device) for _ in range(count)]
 
 
+# Where the other precision is compiled by default.
+LONG_CASES = {(script, "compile", "bf16") for script in ("ppo_continuous_action", "pqn")}
+LONG_CASES |= {("pqn_atari_envpool", "compile", "none")}
+
+
 def cases() -> list:
     found = []
     for script in ON_POLICY_REFERENCES:
         for mode in MODES | (ONE_GRAPH_MODES if script == "ppo_atari_envpool" else {}):
             for amp in ("none", "bf16"):
                 marks = [] if mode in ("eager", "compile") else [pytest.mark.cuda]
-                if (script, mode, amp) == ("pqn_atari_envpool", "compile", "none"):  # minutes, as bf16's
+                if (script, mode, amp) in LONG_CASES:
                     marks = [pytest.mark.long]
                 found.append(pytest.param((script, mode, amp), marks=marks, id=f"{script}-{mode}-{amp}"))
     return found

@@ -23,5 +23,12 @@ def test_a_pair_is_one_program(script):
     reference, fast = definitions(script), definitions(f"{script}_torchcompile")
     assert reference.keys() - OWN <= fast.keys()
     own = {"Args", "main"} | ({"validate"} if script == "ppo_atari_envpool" else set())  # which may have groups
-    for name in reference.keys() & fast.keys() - own:
+    shared = [name for name in reference if name in fast]
+    assert shared == [name for name in fast if name in reference], "another order"
+    for name in {*shared} - own:
         assert fast[name] == reference[name].replace("torch.optim.Adam", "Adam"), name
+    modules = [importlib.import_module(f"leanrl.{name}") for name in (script, f"{script}_torchcompile")]
+    constants = [{name: x for name, x in vars(module).items() if name.isupper()} for module in modules]
+    common = constants[0].keys() & constants[1].keys()
+    assert [constants[0][name] for name in common] == [constants[1][name] for name in common]
+    assert all(list(inspect.signature(module.main).parameters) == ["args"] for module in modules)

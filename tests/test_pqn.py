@@ -13,8 +13,10 @@ import leanrl.pqn_atari_envpool_torchcompile as fast_pqn_atari
 import leanrl.pqn_torchcompile as fast
 from leanrl.support.optim import Adam
 
+COMPILED = pytest.param("pqn", ["--compile"], marks=pytest.mark.long)
 
-@pytest.mark.parametrize("script, mode", [("pqn", []), ("pqn", ["--compile"]), ("pqn_atari_envpool", [])])
+
+@pytest.mark.parametrize("script, mode", [("pqn", []), COMPILED, ("pqn_atari_envpool", [])])
 def test_both_make_the_same_run(script, mode, tmp_path):
     """Apart from rounding, which decides no action here: all are random, and the same."""
     sizes = ["--total-timesteps=256"] if "atari" in script else ["--num-envs=2", "--total-timesteps=1280"]

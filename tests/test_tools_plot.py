@@ -11,7 +11,7 @@ import pytest
 
 from leanrl.support.errors import UsageError
 from leanrl.tools import plot
-from leanrl.tools.common import COLORS
+from leanrl.tools.common import colors_of
 from leanrl.tools.trials import REPOSITORY, running_mean
 
 
@@ -207,7 +207,7 @@ def test_csv_gives_the_same_numbers_back(tmp_path):
     written, read = (pd.read_csv(path) for path in (tmp_path / "pong.csv", source))
     pd.testing.assert_frame_equal(written, read, check_dtype=False, check_exact=True)
     picture = imageio.imread(tmp_path / "pong.png")
-    for color in COLORS[:2]:  # each group's line is there
+    for color in colors_of(written["script"] + ":" + written["mode"]).values():  # each group's line is there
         rgb = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
         assert (picture[..., :3] == rgb).all(-1).sum() > 1000
 
