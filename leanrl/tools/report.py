@@ -132,7 +132,7 @@ def overview(root: Path):
         axes.set(xlabel="environment steps", xlim=(0, end))
         for panel in (bars, axes):
             clean(panel)
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+            panel.xaxis.set_major_formatter(EngFormatter(sep=""))
     handles = [Patch(color=color, label=column.strip("`")) for column, color in colors.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=12)
     return figure
