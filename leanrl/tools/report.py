@@ -161,10 +161,10 @@ def compile_times(record: dict) -> str:
     for run in record["runs"]:
         summary = run["summary"]
         label = f"{summary['script']} --compile" + " --amp bf16" * (summary.get("amp") == "bf16")
-        found = seconds.setdefault(label, {"cold": [], "warm": []})[run["cache"]]
-        found.append(f"{summary['warmup_seconds']:.1f}")
+        column = run.get("side", f"{run['cache']} cache")
+        seconds.setdefault(label, {}).setdefault(column, []).append(f"{summary['warmup_seconds']:.1f}")
     rows = [[label, *map(" ".join, found.values())] for label, found in seconds.items()]
-    return markdown_table(("program", "cold cache, seconds", "warm cache, seconds"), rows)
+    return markdown_table(("program", *(f"{column}, seconds" for column in next(iter(seconds.values())))), rows)
 
 
 def pairs(record: dict) -> str:
