@@ -22,7 +22,7 @@ Args = TypeVar("Args")
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart, without the one too pale for lines.
 COLORS = ("#7f7f7f", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
-# What the label of a mode or a peer contains -> its colour in every picture; the first that fits.
+# What the label of a mode or a peer contains -> its colour wherever modes are compared; the first that fits.
 MODE_COLORS = {"bf16": COLORS[2], "graph": COLORS[6], "sb3:": COLORS[3], "sbx:": COLORS[4], "rl_games:": COLORS[7]}
 MODE_COLORS |= {"-compile": COLORS[1], ":compile": COLORS[1], "_torchcompile": COLORS[5], "": COLORS[0]}
 

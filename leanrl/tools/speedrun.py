@@ -239,7 +239,7 @@ def title(record: dict) -> str:
 def draw(record: dict):
     """The figure: evaluated return against wall clock, a line per run, a panel per cache."""
     caches = list(dict.fromkeys(run["cache"] for run in record["runs"]))
-    colors = common.colors_of(run["label"] for run in record["runs"])
+    colors = dict(zip(dict.fromkeys(run["label"] for run in record["runs"]), itertools.cycle(common.COLORS[1:])))
     figure = common.new_figure(7 * len(caches) + 1, 5)
     panels = figure.subplots(1, len(caches), squeeze=False, sharex=True, sharey=True)[0]
     for axes, cache in zip(panels, caches, strict=True):
