@@ -259,7 +259,7 @@ def envpool_envs() -> dict[str, str]:
         import envpool
     except ImportError as error:
         raise UsageError(f"EnvPool: the package is missing ({error}); {pip_command('envpool')}") from None
-    sys.modules.pop("envpool.jumanji")
+    sys.modules.pop("envpool.jumanji", None)
     return {env_id: module for env_id, (module, *_) in envpool.registration.registry.specs.items()}
 
 
