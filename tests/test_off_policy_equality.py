@@ -210,7 +210,7 @@ def assert_equal_training(
                 break
 
 
-@in_every_mode()
+@in_every_mode(long=("none",))
 def test_td3_equals_the_reference(mode, device, amp):
     steps = {"actor_optimizer": NUM_UPDATES // 2, "q_optimizer": NUM_UPDATES}
     assert_equal_training("td3_continuous_action", mode, device, lambda n: (n % 2 == 0,), steps, amp=amp)
@@ -247,7 +247,7 @@ def test_fast_sac_equals_the_reference(mode, device, amp):
     assert_equal_training("fast_sac", mode, device, turn, steps, ("obs_moments",), SAC_UPDATES, amp=amp)
 
 
-@in_every_mode()
+@in_every_mode(long=("bf16",))
 def test_dqn_equals_the_reference(mode, device, amp):
     changes = {"learning_rate": 1e-3, "tau": 0.7, "amp": amp}
     sides = learner("dqn", "eager", device, **changes), learner("dqn_torchcompile", mode, device, **changes)

@@ -96,8 +96,8 @@ def minibatches(args, device: torch.device, count: int) -> list[torch.Tensor]:
 
 
 # Where the other precision is compiled by default.
-LONG_CASES = {(script, "compile", "bf16") for script in ("ppo_continuous_action", "pqn")}
-LONG_CASES |= {("pqn_atari_envpool", "compile", "none")}
+LONG_CASES = {(script, "compile", "bf16") for script in ("ppo_continuous_action", "pqn", "pqn_atari_envpool")}
+LONG_CASES |= {("ppo_atari_envpool", "compile", "none")}
 
 
 def cases() -> list:

@@ -191,11 +191,10 @@ class Band(NamedTuple):
 def estimate_iqm(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """IQM over seeds of ``scores`` [S, G], and the ends of its 95 % stratified bootstrap interval, [G] each."""
     from rliable.library import get_interval_estimates
-    from scipy.stats import trim_mean
 
     def iqm_of_columns(scores: np.ndarray) -> np.ndarray:
-        """[S, 1, G] -> [G]: ``rliable.metrics.aggregate_iqm`` of each, thirty times as fast as column by column."""
-        return trim_mean(scores[:, 0], 0.25, axis=0)
+        """[S, 1, G] -> [G]: ``rliable.metrics.aggregate_iqm`` of each, without SciPy's millisecond a call."""
+        return np.sort(scores[:, 0], axis=0)[(cut := len(scores) // 4) : len(scores) - cut].mean(axis=0)
 
     # rliable 1.2 draws from NumPy's global generator, whatever its `random_state` is.
     np.random.seed(0)
