@@ -73,22 +73,32 @@ def slow_norm(layer, x):
     return x / ((x**2).flatten(1).mean(1) + 1e-5).sqrt().view(-1, *[1] * (x.dim() - 1)) * weight + bias
 
 
+@pytest.mark.parametrize("amp", [False, True], ids=["float32", "bf16"])
 @torch.no_grad()
-def test_pqns_network_is_the_papers():
+def test_pqns_network_is_the_papers(amp):
     """Three convolutions and a product, each with its norm and relu; a product."""
     torch.manual_seed(0)
     network = pqn.QNetwork(6).to(memory_format=torch.channels_last)
     for p in network.parameters():
         p += 0.1 * p.abs().mean().clamp(min=0.1) * torch.randn_like(p)  # biases and the norms' weights too
     frames = random_frames(2)
-    x = frames.double() / 255
-    for i in (0, 3, 6):
-        x = torch.relu(slow_norm(network[i + 1], slow_convolution(network[i], x, lambda x: x)))
-    x = slow_product(network[9], x.movedim(1, -1).flatten(1))
-    expected = slow_product(network[12], torch.relu(slow_norm(network[10], x)))
-    assert expected.std() > 0.1
+
+    def expected(rounded):
+        x = frames.double() / 255
+        for i in (0, 3, 6):
+            x = torch.relu(rounded(slow_norm(network[i + 1], slow_convolution(network[i], x, rounded))))
+        x = slow_product(network[9], x.movedim(1, -1).flatten(1), rounded)
+        return slow_product(network[12], torch.relu(rounded(slow_norm(network[10], x))))
+
+    values, exact = expected((lambda x: x.bfloat16().double()) if amp else lambda x: x), expected(lambda x: x)
+    assert values.std() > 0.1
     for obs in (frames, frames.contiguous(memory_format=torch.channels_last)):
-        torch.testing.assert_close(network(obs).double(), expected, rtol=1e-4, atol=1e-4)
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+            ours = network(obs)
+        assert ours.dtype == torch.float32
+        # Where sums in another order round to the other side, what follows is off by 2**-8.
+        torch.testing.assert_close(ours.double(), values, rtol=1e-4, atol=5e-3 if amp else 1e-4)
+        assert not amp or (ours - values).abs().mean() < 0.3 * (exact - values).abs().mean()
 
 
 def test_minibatches_are_channels_last():

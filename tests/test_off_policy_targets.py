@@ -276,10 +276,36 @@ def slow_layer_norm(x, weight, bias):
     return weight * x / (x.square().mean(1, keepdim=True) + 1e-5).sqrt() + bias
 
 
-def slow_logits(critics, number, obs, actions):
+def slow_logits(critics, number, obs, actions, rounded=lambda x: x):
+    """``rounded`` is what the product between the hidden layers goes through."""
     w1, b1, weight1, bias1, w2, b2, weight2, bias2, w3, b3 = qf_parameters(critics, number)
     x = torch.relu(slow_layer_norm(torch.cat([obs, actions], 1) @ w1 + b1, weight1, bias1))
-    return torch.relu(slow_layer_norm(x @ w2 + b2, weight2, bias2)) @ w3 + b3
+    x = rounded(rounded(x) @ rounded(w2)) + b2
+    return torch.relu(slow_layer_norm(x, weight2, bias2)) @ w3 + b3
+
+
+@torch.no_grad()
+def test_fast_sacs_networks_in_bf16():
+    torch.manual_seed(0)
+    actor, critics = fast_sac.Actor(OBS_DIM, LOW, HIGH), fast_sac.Critics(OBS_DIM, 2, fast_sac.Args())
+    for p in (*actor.parameters(), *critics.parameters()):
+        p += 0.1 * torch.randn_like(p)
+    obs, actions = torch.randn(BATCH_SIZE, OBS_DIM), torch.randn(BATCH_SIZE, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits, (mean, log_std) = critics(obs, actions), actor(obs)
+
+    def expected(rounded):
+        yield from (slow_logits(critics, i, obs, actions, rounded) for i in (0, 1))
+        w1, b1, weight1, bias1, w2, b2, weight2, bias2, w3, b3 = actor.parameters()
+        x = torch.relu(slow_layer_norm(obs @ w1.t() + b1, weight1, bias1))
+        x = rounded(rounded(x) @ rounded(w2.t()) + rounded(b2))
+        mean, log_std = (torch.relu(slow_layer_norm(x, weight2, bias2)) @ w3.t() + b3).chunk(2, 1)
+        yield from (mean, -5 + 3.5 * (log_std.tanh() + 1))
+
+    rounded, exact = expected(lambda x: x.bfloat16().float()), expected(lambda x: x)
+    for ours, theirs, wrong in zip((*logits, mean, log_std), rounded, exact, strict=True):
+        assert ours.dtype == torch.float32
+        assert (ours - theirs).abs().mean() < 0.1 * (ours - wrong).abs().mean()
 
 
 def slow_fast_sac(actor, critics, log_alpha, normalize, batches, args):

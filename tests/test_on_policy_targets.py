@@ -246,14 +246,27 @@ def test_target_kl_stops_the_epochs(script, tmp_path, target_kl, epochs):
 # --------------------------------------------------------------------------------------------------- PQN'S LOSS
 
 
-def slow_q_values(network, obs):
-    """Twice a product, its norm and relu; a product."""
+def slow_q_values(network, obs, rounded=lambda x: x):
+    """Twice a product, its norm and relu; a product. ``rounded`` is what goes into and out of the second pair."""
     x = obs
-    for linear, norm in ((network[0], network[1]), (network[3], network[4])):
-        x = (x[:, None] * linear.weight).sum(2) + linear.bias
+    for linear, norm, near in ((network[0], network[1], lambda x: x), (network[3], network[4], rounded)):
+        x = near((near(x)[:, None] * near(linear.weight)).sum(2) + near(linear.bias))
         x = x - x.mean(1, keepdim=True)
-        x = torch.relu(x / ((x**2).mean(1, keepdim=True) + 1e-5).sqrt() * norm.weight + norm.bias)
+        x = torch.relu(near(x / ((x**2).mean(1, keepdim=True) + 1e-5).sqrt() * norm.weight + norm.bias))
     return (x[:, None] * network[6].weight).sum(2) + network[6].bias
+
+
+@torch.no_grad()
+def test_pqns_network_in_bf16():
+    torch.manual_seed(0)
+    network, obs = pqn.QNetwork(6, 3), 10 + torch.randn(64, 6)
+    for p in network.parameters():
+        p += 0.1 * torch.randn_like(p)
+    with torch.autocast("cpu", torch.bfloat16):
+        values = network(obs)
+    expected = slow_q_values(network, obs, lambda x: x.bfloat16().float())
+    assert values.dtype == torch.float32
+    assert (values - expected).abs().mean() < 0.1 * (values - slow_q_values(network, obs)).abs().mean()
 
 
 @pytest.mark.parametrize("module", [pqn, pqn_atari])
