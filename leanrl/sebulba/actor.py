@@ -30,7 +30,7 @@ def flatten(agent: nn.Module) -> torch.Tensor:
 
 
 class ActingAgent:
-    """A copy of a network to act with, called as the network is.
+    """A copy of a network to act with, called like the network itself.
 
     Args:
         agent: the network. With ``amp`` bf16, its module ``torso`` is rounded once per version of the parameters;
@@ -59,7 +59,7 @@ class ActorThread:
 
     Attributes:
         name: its name in error messages.
-        pieces: what it plays, in the order of its environments.
+        pieces: its share of each shard, in the order of its environments.
         numbers: global numbers of its environments.
         envs: those environments.
         blocks: slices of them to act for at once.
@@ -86,7 +86,7 @@ class ActorThread:
         num_envs = len(self.numbers)
         pool = {"num_threads": pool_threads(args, layout), "start": self.first_step}
         self.envs = make_pool(args.env_id, self.numbers, args.seed, args.protocol, args.env_backend, **pool)
-        # A row's last bits depend on the size of its batch, so exactness needs blocks of the same size in every layout.
+        # An output's last bits depend on the batch size, so exactness needs blocks of the same size in every layout.
         size = len(self.pieces[0].envs) if args.exact_reduction else num_envs
         self.blocks = [slice(first, first + size) for first in range(0, num_envs, size)]
         self.obs = Rollout.allocate(start.space, self.action_space, 1, num_envs, self.device).obs[0]
@@ -100,22 +100,22 @@ class ActorThread:
         self._free: Mailbox[list[Rollout]] = Mailbox(args.timeout)
         self._played: Mailbox[list[Rollout]] = Mailbox(args.timeout)
         self._params: Mailbox[tuple[int, torch.Tensor]] = Mailbox(args.timeout)
-        # On a schedule, a thread may play this many rollouts before the first is given back (once it has been sent or
-        # taken over, before its update): with a lag, it plays on while other threads finish. Without a schedule, it
-        # plays one while another waits for the learner.
+        # How many rollouts a thread may play before the first is given back (once it has been sent or put into a
+        # shard, before its update). With a fixed lag above 0, it plays on while other threads finish; with the newest
+        # parameters, it plays one rollout while another waits for the learner.
         for _ in range(2 if args.policy_lag == "newest" else args.policy_lag + 1):
             self._free.put([start.allocate(len(piece.envs)) for piece in self.pieces])
 
     def start(self, play: Callable, *args) -> None:
-        """Runs ``play(self, *args)``, with everything it calls compiled already, on a thread. An error ends the run."""
+        """Runs ``play(self, *args)`` on a thread; all that it calls must be compiled already. An error ends the run."""
         self._thread = threading.Thread(target=self._run, args=(play, *args), name=self.name, daemon=True)
         self._thread.start()
 
     @torch.no_grad()
     def _run(self, play: Callable, *args) -> None:
         # One PyTorch thread: a second would spin while it waits for work, and with more threads than cores, OpenMP puts
-        # all of the process's to sleep sooner. A thread adopts the process's number when it first asks for it, so ask
-        # first.
+        # all threads of the process to sleep sooner. The first query on a new thread overwrites its number with the
+        # process's, so query before setting it.
         torch.get_num_threads()
         torch.set_num_threads(1)
         on_gpu = self.device.type == "cuda"
@@ -131,16 +131,16 @@ class ActorThread:
             self.envs.close()
 
     def rollouts(self) -> Iterator["ThreadRollout"]:
-        """The rollouts of the run, in order; the loop's body fills each one, which is then delivered.
+        """The rollouts of the run, in order; each is delivered when the body of the loop has filled it.
 
-        Before each, ``agent`` receives the parameters that are to produce it.
+        Before each, ``agent`` receives the parameters to play it with.
         """
         version, lag = self.first_step // self.process.batch_size, self.process.args.policy_lag
         for number in range(version + 1, self.process.num_updates + 1):
             waiting = time.time()
             pieces = self._free.get(f"a free buffer for rollout {number}, by {self.name}")
             started = time.time()
-            # The first lag + 1 use the initial parameters. Without a schedule, whatever has arrived is used.
+            # The first lag + 1 rollouts use the initial parameters; with lag "newest", each uses what has arrived.
             while (version < number - 1 - lag) if lag != "newest" else not self._params.empty():
                 version, params = self._params.get(f"parameters of the learner, by {self.name}")
                 self.agent.load(params)
@@ -152,7 +152,7 @@ class ActorThread:
             self._played.put(pieces)
 
     def take(self, waiter: str) -> list[Rollout]:
-        """The next rollout, one for each of ``pieces``, to be given back when done. ``waiter``: who waits, for errors.
+        """The next rollout, a buffer for each of ``pieces``, to be given back. ``waiter``: who waits, for errors.
 
         Raises:
             Stopped: the thread failed or was stopped.
@@ -187,8 +187,8 @@ class ThreadRollout:
 
     Args:
         thread: the thread, which owns the memory.
-        pieces: what ``fill_pieces`` fills.
-        header: with what is known so far.
+        pieces: the buffers that ``fill_pieces`` fills.
+        header: what is known of it so far.
 
     Attributes:
         steps: numbers of its T steps in the run; those of rollout r start at r T.
@@ -252,7 +252,7 @@ class ThreadRollout:
         outcome["returns"][step, ends], outcome["lengths"][step, ends] = ended
 
     def fill_pieces(self) -> None:
-        """Copies everything to the pieces, with the header."""
+        """Copies everything to the pieces, the header included."""
         header = torch.tensor(self._header._replace(ended=time.time(), **self._seconds), dtype=torch.float64)
         for piece, columns in self._pieces:
             actions = self.choices[:, :-2, columns].mT

@@ -153,7 +153,7 @@ def learner_threads(args: SebulbaArgs, layout: Layout, is_image: bool) -> int:
 
 
 def pool_threads(args: SebulbaArgs, layout: Layout) -> int:
-    """C++ threads of an actor thread's EnvPool: by default the cores are shared by all pools of this machine."""
+    """C++ threads of an actor thread's EnvPool: by default an equal share of this machine's cores."""
     # Groups on this machine, according to torchrun or our launcher; SLURM may have given each its own cores already.
     num_groups = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // len(layout.device_ids))
     cores = int(os.environ.get("SLURM_CPUS_ON_NODE", available_cores()))

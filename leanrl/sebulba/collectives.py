@@ -22,17 +22,17 @@ from leanrl.sebulba.status import PeerLost
 from leanrl.support.devices import synchronize_stream
 from leanrl.support.errors import UsageError
 
-# Identifies the run among all that might meet at the same port; torchrun sets it too.
+# Environment variable that tells this run from others that might meet at the same port; torchrun sets it too.
 RUN = "TORCHELASTIC_RUN_ID"
 # How far a process has got with a rollout.
 PHASES = ("playing rollout", "sending rollout", "update", "report of update", "parameters of update")
-# How long a supervisor waits for what they noted.
+# How long a supervisor waits for the store in which processes note their phase.
 STORE_SECONDS = 5
-# Characters kept of a backend's error, so that who was waited for fits on the line too.
+# Characters kept of a backend's error, so that the line also has room for who was waited for.
 LONGEST_ERROR = 600
 
 Messages = Sequence[tuple[int, torch.Tensor]]
-"""(rank, tensor to send there or to receive from there)"""
+"""(rank, tensor to send to it or to receive from it)"""
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def waiting_for(what: str) -> Iterator[None]:
 
 
 class Collectives:
-    """The process groups of one process.
+    """One process's connections to all others.
 
     Args:
         layout, part: all processes, and which of them this is.
@@ -60,7 +60,7 @@ class Collectives:
             memory per shard.
 
     Raises:
-        PeerLost: a process does not arrive. Every method that waits for one raises it too, if that is gone or late.
+        PeerLost: a process does not arrive. Methods that wait for one raise it too, if that one is gone or late.
     """
 
     def __init__(self, layout: Layout, part: Part, device: torch.device, args) -> None:
@@ -85,7 +85,7 @@ class Collectives:
                 timeout=datetime.timedelta(seconds=args.start_timeout),
                 device_id=device if device.type == "cuda" else None,
             )
-            # That group is for the start-up. Every process must create every group, in the same order.
+            # That process group is for the start-up. Every process must create every process group, in the same order.
             limit = datetime.timedelta(seconds=args.timeout)
             self._everyone = learners = dist.new_group(timeout=limit)
             learner_ranks = [p.rank for p in layout.parts if p.learner is not None]
@@ -110,7 +110,7 @@ class Collectives:
             message = torch.zeros(1, device=self._device)
             with waiting_for(f"another process, which did not get ready {self._in_time}"):
                 dist.all_reduce(message)
-        # NCCL makes only the device wait.
+        # With NCCL, only the device has waited so far.
         synchronize_stream(self._device)
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -158,14 +158,14 @@ class Collectives:
                 dist.all_gather(everyone, mine, group=self._learners)
             total = sum_in_order([vector for shards in everyone for vector in shards])
         else:
-            total = sum_in_order(vectors)  # a single vector is not copied; nobody reads it again
+            total = sum_in_order(vectors)  # a single vector is overwritten: nobody reads it again
             with peers:
                 dist.all_reduce(total, group=self._learners)
         self.all_reduce_seconds += time.perf_counter() - start
         return total
 
     def gather_signs(self, sign: Sequence[int]) -> list[Sequence[int]]:
-        """A few integers from every learner, for all learners."""
+        """The ``sign`` of every learner, a few integers each, on all learners."""
         if self._learners is None:
             return [sign]
         message = torch.tensor(sign, dtype=torch.int64, device=self._device)
@@ -260,5 +260,5 @@ def last_of_all(layout: Layout, environ: Mapping[str, str]) -> str:
 
 
 def sum_in_order(vectors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The sum from the first to the last, which may be generated one by one."""
+    """The sum, added from first to last; ``vectors`` may be generated one by one."""
     return reduce(torch.add, vectors)

@@ -29,7 +29,7 @@ class Part(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What one actor thread plays of one shard: the unit in which rollouts are sent."""
+    """The environments of one shard that one actor thread plays: the unit in which rollouts are sent."""
 
     actor: int
     thread: int
@@ -56,14 +56,14 @@ class Layout:
     the same environments in every layout with the same total.
 
     Args:
-        actor_device_ids, learner_device_ids: of one group; a device in both runs both in one process.
+        actor_device_ids, learner_device_ids: of one group; a device in both acts and learns in one process.
         num_groups: copies of the group (``d2``: 2).
         num_actor_threads: per actor device.
         local_num_envs: per actor thread.
         num_shards: None for one per learner.
 
     Raises:
-        UsageError: device ids that are negative or repeated, or numbers that do not divide.
+        UsageError: device ids that are negative or repeated, or counts that do not divide evenly.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Layout:
         device_id = self.device_ids[local]
 
         def number(ids: tuple[int, ...]) -> int | None:
-            # By rank, whatever the order of the flag, because collectives gather in the order of the ranks.
+            # By rank, whatever the order in the flag, because collectives gather in the order of ranks.
             by_rank = [device for device in self.device_ids if device in ids]
             return group * len(ids) + by_rank.index(device_id) if device_id in ids else None
 
@@ -154,7 +154,7 @@ class Layout:
 
     @classmethod
     def of(cls, args, num_groups: int = 1) -> "Layout":
-        """The layout that a script's arguments ask for; UsageError if it cannot be."""
+        """The layout that a script's arguments ask for; UsageError if it is impossible."""
         require_at_least(args, 1, "local_num_envs", "num_actor_threads", "num_shards")
         ids = args.actor_device_ids, args.learner_device_ids
         layout = cls(*ids, num_groups, args.num_actor_threads, args.local_num_envs, args.num_shards)

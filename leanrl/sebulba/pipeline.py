@@ -1,4 +1,4 @@
-"""Brings the rollouts of a group's actor threads to the learners whose shards they belong to."""
+"""Brings rollouts from a group's actor threads to the learners whose shards they belong to."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,14 +22,14 @@ def version_for(rollout: int, policy_lag: int, first_version: int = 0) -> int:
 
 @dataclass
 class Pipeline:
-    """One process's end of it: sends what its threads play, receives what its shards need."""
+    """One process's end: sends what its threads play, receives what its shards need."""
 
     start: Start
     """of this process"""
     threads: Sequence[ActorThread]
     """of this process"""
     shards: dict[int, Rollout]
-    """of this process's learner by number, to be filled; empty if it has none"""
+    """of this process's learner by number, to be filled; empty if it does not learn"""
     collectives: Collectives
     first_version: int
     """updates taken before the run was resumed, else 0"""
@@ -38,7 +38,7 @@ class Pipeline:
         self.layout, self.part, lag = self.start.layout, self.start.part, self.start.args.policy_lag
         pieces = self.layout.pieces_of_learner(self.part.learner)
         self._received = [(p, self.start.allocate(len(p.envs))) for p in pieces if p.actor != self.part.actor]
-        # With a lag, the next rollout is sent during the update, unless a process that sends is busy learning then.
+        # With a lag, the next rollout is sent during the update, unless a process acts and learns: it is busy then.
         ahead = lag != 0 and all(None in (part.actor, part.learner) for part in self.layout.parts)
         self._begun, self._begun_until = self.first_version, self.start.num_updates if ahead else 0
         self.travelling = []
@@ -70,7 +70,7 @@ class Pipeline:
         return sorted(headers, key=lambda item: item[0].envs.start)
 
     def _begin(self, number: int, stop: bool) -> None:
-        """Waits until the threads have played a rollout, and starts sending it."""
+        """Waits until the threads have played a rollout, and starts to send and receive it."""
         if self.threads:
             self.collectives.begin("playing rollout", number)
         self._played = [(thread, thread.take(self.part.name)) for thread in self.threads]

@@ -4,7 +4,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-# SplitMix64's (https://doi.org/10.1145/2660193.2660195), as signed numbers, which PyTorch multiplies modulo 2**64 too.
+# SplitMix64's (https://doi.org/10.1145/2660193.2660195) as signed integers: PyTorch multiplies these modulo 2**64 too.
 INCREMENT, FACTOR_1, FACTOR_2 = (
     factor - 2**64 for factor in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
@@ -13,7 +13,7 @@ DRAWS_BITS = 40
 
 
 def shard_generator(seed: int, shard: int, iteration: int) -> np.random.Generator:
-    """The random stream of a shard in an iteration, reached without drawing the ones before it.
+    """The random stream of a shard in an iteration, reached without drawing the earlier ones.
 
     Philox is counter-based (https://doi.org/10.1145/2063384.2063405): seed and shard are the key, and the counter
     starts at the iteration.
@@ -23,7 +23,7 @@ def shard_generator(seed: int, shard: int, iteration: int) -> np.random.Generato
 
 
 def random_bits(seed: int, numbers: torch.Tensor) -> torch.Tensor:
-    """64 random bits for each of ``numbers`` (int64), different for each."""
+    """64 random bits for each of ``numbers`` (int64), different for different numbers."""
     return _mix(_mix(torch.tensor(seed)) + numbers * INCREMENT)
 
 
@@ -34,7 +34,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """``x >> bits``, filled with zeros from the left, where PyTorch repeats the sign."""
+    """``x >> bits``, filled with zeros from the left; PyTorch itself repeats the sign bit."""
     return (x >> bits) & (2 ** (64 - bits) - 1)
 
 

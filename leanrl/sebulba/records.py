@@ -13,7 +13,7 @@ from leanrl.support.run import Run
 from leanrl.support.tracking import cut_metrics
 
 TIMELINE_FILE = "timeline.jsonl"
-# Sums of bits are kept below this, so that float64 holds them.
+# Checksums are taken modulo this.
 CHECKSUM_RANGE = 2**52
 
 
@@ -30,7 +30,7 @@ class Report(NamedTuple):
     pieces: list[tuple[Piece, Header]]
     """what it trained on"""
     episodes: np.ndarray
-    """[3, E], those that ended there; see ``ended_episodes``"""
+    """[3, E], those that ended in its shards; see ``ended_episodes``"""
 
 
 def checksum(params: torch.Tensor) -> int:

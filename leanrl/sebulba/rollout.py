@@ -6,7 +6,7 @@ from typing import NamedTuple
 import gymnasium as gym
 import torch
 
-# Every field starts on a cache line.
+# Every field starts on a cache-line boundary.
 ALIGNMENT = 64
 
 
@@ -34,7 +34,7 @@ class Rollout(NamedTuple):
     """A piece of a rollout, or a whole shard's rollout; all fields are views of ``buffer``.
 
     ``rewards[t]`` and the flags describe the transition made by ``actions[t]``, from ``obs[t]`` to ``obs[t + 1]``,
-    which is the true last observation where it ended an episode.
+    which is the true last observation if the episode ended.
     """
 
     buffer: torch.Tensor  # [bytes] uint8
@@ -56,7 +56,7 @@ class Rollout(NamedTuple):
     ) -> "Rollout":
         """Zeros for T = ``num_steps``, n = ``num_envs`` and observations of ``space``."""
         is_image, per_step = len(space.shape) == 3, (num_steps, num_envs)
-        # Channels last, the layout that convolutions want, so that an update rearranges nothing.
+        # Channels last, the memory format that convolutions want, so that an update rearranges nothing.
         obs_shape = (*space.shape[1:], space.shape[0]) if is_image else space.shape
         fields = {
             "header": ((len(Header._fields),), torch.float64),

@@ -20,9 +20,9 @@ from leanrl.support.errors import UsageError, bad
 from leanrl.support.run import seed_everything
 
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# SLURM steps meet at a port derived from job and step, below those that Linux gives to outgoing connections.
+# The port of a SLURM step is derived from job and step, and is below those that Linux gives to outgoing connections.
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
-# Distance in ports between the steps of a job: usually more than that between the ids of jobs running together.
+# Distance between the ports of a job's steps: usually more than that between the ids of jobs that run together.
 STEP_STRIDE = 1_009
 
 
@@ -106,7 +106,7 @@ def resolve_start(args: SebulbaArgs) -> Start:
         return Start(args, layout, None, device, space, action_space, slurm)
     part = layout.parts[int(os.environ["RANK"])]
     if device.type == "cuda":
-        # Under torchrun, the groups on a machine take its devices one after the other.
+        # Under torchrun, the groups on a machine take consecutive ranges of its devices.
         local_group = int(os.environ.get("LOCAL_RANK", "0")) // len(layout.device_ids)
         index = local_group * (max(layout.device_ids) + 1) + part.device_id
         if index >= torch.cuda.device_count():

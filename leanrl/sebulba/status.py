@@ -15,8 +15,8 @@ STATUS_FD = "LEANRL_STATUS_FD"
 HEARTBEAT_SECONDS = 0.5
 # After an actor thread's error, which is reported at once, its process has this long to end.
 GRACE_SECONDS = 5
-# In printable characters, of at most 4 bytes each in JSON: a pipe writes lines of up to 4,096 bytes atomically, so no
-# heartbeat lands inside.
+# In printable characters, of at most 4 bytes each in JSON: a pipe writes up to 4,096 bytes atomically, so that no
+# heartbeat lands within a line.
 LONGEST_REASON = 900
 UNDER_WAY = {"kind": "under way"}
 # Kinds of failures, causes before consequences.
@@ -55,7 +55,7 @@ class Status:
 
     @contextmanager
     def warm_up_within(self, seconds: float) -> Iterator[None]:
-        """Fails and ends the process if the block takes longer; peers would only know that they are waiting."""
+        """Fails and ends the process if the block takes longer; its peers could only tell that they are waiting."""
         late = Stalled(f"its warm-up takes longer than --start-timeout {seconds:g} s")
         limit = threading.Timer(seconds, self.fail_in_thread, (late, self._part_name))
         limit.daemon = True
@@ -85,13 +85,13 @@ class Status:
         if kind == "error":
             traceback.print_exception(error)
         self._write(json.dumps({"kind": kind, "message": message}, ensure_ascii=False).encode() + b"\n")
-        if self._fd is None:  # else the supervisor prints it, once it has heard all
+        if self._fd is None:  # else the supervisor prints it, once it has heard all failures
             print(message, file=sys.stderr, flush=True)
         self.told.set()
 
     def fail_in_thread(self, error: BaseException, who: str) -> None:
-        """``fail`` from a daemon thread; ends the process if its main thread does not, perhaps waiting for a peer."""
-        # On its own thread, because the main thread, which closes the run, waits for the one that failed to end.
+        """``fail`` from a daemon thread; ends the process if its main thread, perhaps waiting for a peer, does not."""
+        # On a thread of its own, because this one must end: the main thread waits for it as it closes the run.
         grace = threading.Timer(GRACE_SECONDS, os._exit, (1,))
         grace.daemon = True
         grace.start()

@@ -22,7 +22,7 @@ from leanrl.support.cli import run_directory
 from leanrl.support.errors import bad
 
 POLL_SECONDS = 0.1
-# After the first failure the others have this long to report theirs, as a dead process's peers may notice first.
+# After the first failure the others have this long to report theirs: a dead process's peers may be first to fail.
 EXPLAIN_SECONDS = 1.0
 # A live process writes every HEARTBEAT_SECONDS once its imports are done.
 SILENT_SECONDS = 10 * HEARTBEAT_SECONDS
@@ -143,8 +143,8 @@ class Supervisor:
     children: Sequence[Child]
     """not started yet"""
     start_timeout: float
-    """seconds of silence after which a process counts as stuck during start-up, when a live one may be silent too while
-    it imports and compiles"""
+    """seconds of silence after which a process counts as stuck during start-up, when imports and compilation may keep
+    even a live one silent"""
     timeout: float
     """the same once it is under way; STUCK_SECONDS at most"""
     last_of_all: Callable[[], str] = lambda: ""
@@ -200,7 +200,7 @@ class Supervisor:
                 time.sleep(POLL_SECONDS)  # it is about to end, and the next poll sees how
 
     def _silent(self, seconds: float | None = None) -> Child | None:
-        """The running child that has been silent longest, if for more than ``seconds``; by default for too long."""
+        """The running child that has been silent longest, if longer than ``seconds`` (by default, its time limit)."""
         now = time.monotonic()
 
         def is_silent(child: Child) -> bool:

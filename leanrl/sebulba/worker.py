@@ -50,7 +50,7 @@ class Worker:
             only with ``--cudagraphs``; empty if it does not learn.
         sum_over_shards: vectors [P], one for each of ``shards`` -> their sum over the shards of all learners [P]. All
             learners must call it in step. It may overwrite the vectors.
-        leave: leaves the process group.
+        leave: closes the connections to the other processes.
 
     Raises:
         UsageError: the run directory exists, or other processes were started with other flags.
@@ -112,7 +112,7 @@ class Worker:
     def warm_up(self) -> Iterator[None]:
         """A block for everything that compiles and captures; agent and optimiser are restored after it.
 
-        It ends once every process has come to the end of its own.
+        It ends once every process has reached the end of its own block.
         """
         run, seconds = self._run, self._args.start_timeout
         if run is not None:
@@ -159,7 +159,7 @@ class Worker:
             if self._is_last:
                 break
         if run is not None:
-            # After an early stop the threads wait for what never comes, which becomes a stall if saving takes long.
+            # After an early stop the threads wait in vain, which would count as a stall if saving took long.
             self._stop_threads()
             run.finish(self._state_dict())
             if self._args.evaluate_episodes is not None:
@@ -216,7 +216,7 @@ class Worker:
         return stop or self._has_enough
 
     def _stop_threads(self) -> None:
-        """Ends the actor threads, waiting ones at once; may be called again."""
+        """Ends the actor threads, at once if they wait; may be called again."""
         for thread in self.threads:
             thread.stop()
         deadline = time.monotonic() + JOIN_SECONDS
@@ -232,7 +232,7 @@ def join(start: Start, script_file: str, agent: nn.Module, optimizer, network: d
 
     Args:
         script_file: ``__file__`` of the script.
-        agent, optimizer: what is trained; overwritten with the lead's, which may be resumed.
+        agent, optimizer: what is trained; overwritten with the lead's, which may come from a checkpoint.
         network: what the script's ``load_policy`` needs to know about ``agent``, for model.pt.
     """
     status, code = Status(start.part.name), 1

@@ -5,10 +5,10 @@ What EnvPool 1.2 reports, where it differs from Gymnasium's own Atari wrappers:
 - ``terminated`` is true when a game is over and, under ``episodic_life``, when a life is lost, except on a step where
   time runs out as well: then only ``truncated`` is true. ``info["terminated"]`` is 1 whenever the game is over.
 - The step after a done only resets and returns reward 0. It starts the next game, or resumes play after a lost life,
-  with up to ``noop_max`` no-op frames and, in games that have it, by pressing fire. Points scored in these frames are
-  lost, and a game that ends in them restarts without a flag. ``info["elapsed_step"]`` counts the steps of a game
-  without those that only reset, so it cannot tell a lost life from any other step.
-- ``info["reward"]`` is the game's own reward, whatever the agent learns from.
+  with up to ``noop_max`` no-op frames and, in games that have it, a press of fire. Points scored in these frames are
+  lost, and a game that ends during them restarts without a flag. ``info["elapsed_step"]`` counts the steps of a game
+  except those that only reset, so it cannot tell a lost life from any other step.
+- ``info["reward"]`` is the game's raw reward, even if the agent's is clipped.
 - Running out of time ends the game, however many lives are left.
 """
 
@@ -58,7 +58,7 @@ class AtariVectorEnv(EnvPoolVectorEnv):
         return obs, infos
 
     def recv(self):
-        """As ``EnvPoolVectorEnv.recv``, but terminations are true wherever a life or a game was lost.
+        """As ``EnvPoolVectorEnv.recv``, but terminations stay true if time ran out as the game or life was lost.
 
         ``infos["game_over"]`` [N] is true where a game ended or ran out of time. On a step that only resets after a
         lost life, it is true if the game ended before play resumed.
@@ -74,7 +74,7 @@ class AtariVectorEnv(EnvPoolVectorEnv):
 
 
 def whole_games(rewards: np.ndarray, dones: np.ndarray, infos: dict) -> tuple[np.ndarray, np.ndarray]:
-    """What ``EpisodeStatistics`` counts: the games' own rewards, and where a whole game ended, [N] each.
+    """What ``EpisodeStatistics`` counts: the games' raw rewards, and where a whole game ended, [N] each.
 
     For environments other than Atari games these are ``rewards`` and ``dones``.
     """

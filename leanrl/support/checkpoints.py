@@ -47,7 +47,7 @@ def resumed_step(run_dir: str | None) -> int:
 def save_checkpoint(folder: Path, global_step: int, identity: dict, state: dict) -> Path:
     """Writes ``state`` as the checkpoint of ``global_step`` and deletes all but the last two up to it.
 
-    Later ones are deleted too: the run could not read them when it resumed. So are files left half written by a kill.
+    Later ones are deleted too: the run found them unreadable when it resumed. So are half-written files left by a kill.
 
     Args:
         folder: the run's ``checkpoints/``; made if missing.
@@ -74,7 +74,7 @@ def load_checkpoint(path: Path, identity: dict) -> tuple[int, dict]:
         with zipfile.ZipFile(path) as archive:  # torch.load does not verify the checksums that torch.save writes
             if (damaged := archive.testzip()) is not None:
                 raise ValueError(f"checksum of {damaged} does not match")
-        # Memory-mapped, so that a replay is read as it is copied and never held twice.
+        # Memory-mapped, so that a replay is read while it is copied and never held in memory twice.
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         found = {key: content[key] for key in ("format", *identity)}
         loaded = content["global_step"], content["state"]

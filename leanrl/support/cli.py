@@ -88,7 +88,7 @@ def parse_args(args_type: type[RunArgs], script: str, argv: list[str] | None = N
     differ from them. A process restarted by torchrun or SLURM resumes its ``--run-name`` without the flag.
 
     Raises:
-        UsageError: ``--resume`` names no run or another script's, or a flag was changed that may not change.
+        UsageError: ``--resume`` names no run, or one of another script; or a flag that must stay was changed.
     """
     text = sys.modules[args_type.__module__].__doc__
     parse = partial(tyro.cli, args_type, args=argv, prog=f"python leanrl/{script}.py", description=text)
@@ -105,7 +105,7 @@ def parse_args(args_type: type[RunArgs], script: str, argv: list[str] | None = N
     first = args_type(**{name: value for name, value in stored["args"].items() if name in names})
     # The run directory may have been moved since the run was started.
     first.runs_dir, first.run_name = str(Path(resume).resolve().parent), Path(resume).resolve().name
-    # Parsed again, so that flags left out keep their values.
+    # Parsed again, so that flags left out keep their stored values.
     args = parse(default=first)
     args.resume = resume
     if run_directory(args).resolve() == Path(resume).resolve():  # the same folder, written differently

@@ -13,8 +13,8 @@ import torch
 
 from leanrl.support.errors import UsageError, bad, flag
 
-# Language, environment variable and usual command of the compiler behind --compile: TorchInductor's on a CPU, on a GPU
-# that of Triton, which launches its kernels from C.
+# Language, environment variable and usual command of the compiler that --compile needs: on a CPU for TorchInductor's
+# kernels, on a GPU for the C code that launches Triton's.
 COMPILERS = {"cpu": ("C++", "CXX", "g++"), "cuda": ("C", "CC", "gcc")}
 # From glibc's malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
@@ -61,9 +61,9 @@ def has_compiler(device_type: str) -> bool:
 def has_bf16_units() -> bool:
     """Whether this processor multiplies in bfloat16; True if PyTorch cannot tell.
 
-    If not, ``--amp bf16`` is two to three times as slow as float32.
+    If it does not, ``--amp bf16`` takes two to three times as long as float32.
     """
-    # The last one is ARM's.
+    # The last name is ARM's.
     told = [has for name, has in torch.cpu.get_capabilities().items() if name in ("avx512_bf16", "amx_bf16", "bf16")]
     return any(told) or not told
 
@@ -99,7 +99,7 @@ def available_cores() -> int:
 
 
 def set_cpu_numerics(num_threads: int) -> None:
-    """Sets PyTorch's threads, denormals and float32 products on the CPU; call it before any work is done there.
+    """Sets PyTorch's threads, denormals and float32 matrix products on the CPU; call it before any work there.
 
     Denormals are flushed to 0: Adam's averages decay into them wherever gradients stay 0 (behind a dead ReLU, say), and
     arithmetic on them is many times slower. Threads inherit the setting from the one that starts them.
@@ -113,7 +113,7 @@ def keep_freed_memory() -> None:
     """Keeps the CPU memory that PyTorch frees, instead of returning it to the operating system.
 
     An update on images frees and reallocates hundreds of megabytes, and the operating system would clear and map every
-    page again. The process stays as large as it ever was. Only glibc has these settings; elsewhere nothing changes.
+    page again. The process stays at its peak size. Only glibc has these settings; elsewhere nothing changes.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
@@ -125,8 +125,8 @@ def keep_freed_memory() -> None:
 def use_onednn_products() -> None:
     """Uses oneDNN for float32 matrix products on AMD processors, where MKL, PyTorch's choice, is slow.
 
-    PyTorch calls oneDNN once that may use bfloat16. Without AMX units it computes in float32 all the same, faster than
-    MKL. A test product checks this; if it is not exact enough, nothing changes. ``args.json`` records the setting.
+    PyTorch calls oneDNN only if bfloat16 is allowed. Without AMX units oneDNN still computes in float32, faster than
+    MKL. A test product checks the precision; if it is too low, nothing changes. ``args.json`` records the setting.
     """
     settings = torch.backends.mkldnn.matmul
     if "AMD" not in cpu_name() or not torch.backends.mkldnn.is_available():

@@ -30,8 +30,8 @@ EnvBackend = Literal["gymnasium", "envpool"]
 def env_seeds(seed: int, num_envs: int, first_index: int = 0, start: int = 0) -> list[int]:
     """One seed per environment, in [0, 2**31).
 
-    Drawn from ``SeedSequence([seed, global index])``: with ``seed + index``, seeds 1 and 2 would share nearly all
-    their environments. ``start`` is the step at which a run is resumed, so that it does not repeat its first episodes.
+    Drawn from ``SeedSequence([seed, global index])``: with ``seed + index``, runs with seeds 1 and 2 would share nearly
+    all their environments. ``start``, the step at which a run resumes, keeps it from repeating its first episodes.
     """
     entropy = [[seed, index] + ([start] if start else []) for index in range(first_index, first_index + num_envs)]
     return [int(np.random.SeedSequence(words).generate_state(1)[0] >> 1) for words in entropy]
@@ -40,8 +40,8 @@ def env_seeds(seed: int, num_envs: int, first_index: int = 0, start: int = 0) ->
 class SerialVectorEnv(SyncVectorEnv):
     """Environments with vector observations, stepped one after the other in this process.
 
-    Does what ``SyncVectorEnv`` does, without general observation spaces and per-environment infos (always empty here):
-    with one MuJoCo environment they cost a third of the simulator's own time.
+    A ``SyncVectorEnv`` without its support for other observation spaces and for per-environment infos (always empty
+    here): with one MuJoCo environment, these cost a third of the simulator's own time.
     """
 
     def __init__(self, envs: list[gym.Env], seeds: list[int]) -> None:
@@ -73,9 +73,9 @@ class SerialVectorEnv(SyncVectorEnv):
         return obs.copy(), rewards, terminations, truncations, {}
 
     def state_dict(self) -> dict | None:
-        """A copy of everything that decides what the following steps return, for a checkpoint.
+        """A copy of everything that the following steps depend on, for a checkpoint.
 
-        None if ``leanrl.support.simulators`` does not know one of the environments, which can then only start afresh.
+        None if ``leanrl.support.simulators`` cannot save one of the environments; all of them must then start afresh.
         """
         states = [env_state(env) for env in self.envs]
         if any(state is None for state in states):
@@ -99,8 +99,8 @@ class SerialVectorEnv(SyncVectorEnv):
         return self.envs[0].render()
 
 
-# By name without version: whether the episodes that observations [N, ...] belong to have terminated. Gymnasium's rules,
-# with the comparisons written so that NaN is unhealthy.
+# By name without version: which of the observations [N, ...] are terminal. Gymnasium's rules; those that ask whether
+# the agent is healthy (``~``) are written so that NaN is unhealthy.
 TERMINATED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     # Gymnasium also ends Hopper at velocities above 100, but the observation clips them at 10.
     "Hopper": lambda obs: ~((obs[:, 0] > 0.7) & (np.abs(obs[:, 1]) < 0.2) & (np.abs(obs[:, 1:]) < 100).all(1)),
@@ -109,7 +109,7 @@ TERMINATED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "Humanoid": lambda obs: ~((obs[:, 0] > 1) & (obs[:, 0] < 2)),
     "InvertedPendulum": lambda obs: ~((np.abs(obs[:, 1]) <= 0.2) & np.isfinite(obs).all(1)),
     # The tip's height, from the sines and cosines of two joints, each with 0.6 m of pole beyond it. Gymnasium takes it
-    # from the integrator's last stage, which is within a millimetre.
+    # from the integrator's last stage, which differs by under a millimetre.
     "InvertedDoublePendulum": lambda obs: 0.6 * (obs[:, 3] * (1 + obs[:, 4]) - obs[:, 1] * obs[:, 2]) <= 1,
     "CartPole": lambda obs: (np.abs(obs[:, 0]) > 2.4) | (np.abs(obs[:, 2]) > np.deg2rad(12)),
     "Acrobot": lambda obs: obs[:, 1] * obs[:, 3] - obs[:, 0] * (1 + obs[:, 2]) > 1,
@@ -119,10 +119,10 @@ TERMINATED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def _as_declared_in_gymnasium(space: gym.Space) -> gym.Space:
-    """One of EnvPool's spaces with the keys of its Dicts sorted, and infinite where it is unbounded.
+    """One of EnvPool's spaces with the keys of its Dicts sorted, and with infinite bounds where there are none.
 
-    EnvPool writes the largest number of the dtype there; dm_control's lower bound is C++'s
-    ``numeric_limits<double>::min()``, the smallest positive number.
+    EnvPool declares the dtype's largest number there; for dm_control, the lower bound is C++'s
+    ``numeric_limits<double>::min()``, the smallest positive normal number.
     """
     if isinstance(space, gym.spaces.Dict):
         return gym.spaces.Dict({key: _as_declared_in_gymnasium(part) for key, part in space.items()})
@@ -149,7 +149,7 @@ class EnvPoolVectorEnv(VectorEnv):
     ``Dict`` observations are flattened in the order of their sorted keys, at every level, as in ``make_env``.
 
     A step that ends an episode just as time runs out is both terminated and truncated, as in Gymnasium, if TERMINATED
-    has a rule for the environment. In others EnvPool reports only ``truncated``, and learners bootstrap.
+    has a rule for the environment. In other environments EnvPool reports only ``truncated``, and learners bootstrap.
 
     Args:
         env_id: one of EnvPool's; not checked here.
@@ -199,7 +199,7 @@ class EnvPoolVectorEnv(VectorEnv):
         obs = self._flatten(obs)
         # On a reset, dm_control repeats the last reward and Meta-World returns the new state's.
         rewards[infos["elapsed_step"] == 0] = 0
-        if self._terminated is not None and truncations.any():  # EnvPool reports no terminations on those steps
+        if self._terminated is not None and truncations.any():  # EnvPool reports no termination on such a step
             terminations = terminations | (truncations & self._terminated(obs))
         return obs, rewards, terminations, truncations, infos
 
@@ -248,8 +248,8 @@ def make_env(env_id: str, **kwargs) -> gym.Env:
 def envpool_envs() -> dict[str, str]:
     """EnvPool's environments and the module of each, such as ``envpool.atari``; UsageError if EnvPool is missing.
 
-    Two thirds of its import, a second, go to JAX, which only its XLA interface needs, and to Jumanji, whose pictures
-    need matplotlib. Stand-ins keep the first out, and the second until one of its environments is made.
+    Two thirds of its import time, a second, go to JAX, which only its XLA interface needs, and to Jumanji, which draws
+    with matplotlib. Stand-in modules keep JAX out, and Jumanji until one of its environments is made.
     """
     if "envpool" not in sys.modules and (spec := find_spec("envpool")):
         lax = SimpleNamespace(XlaMixin=type("XlaMixin", (), {}))
@@ -285,7 +285,7 @@ def make_envs(
     """Vectorised environments in NEXT_STEP autoreset mode.
 
     Args:
-        env_id: Gymnasium's name; EnvPool uses the same ones.
+        env_id: the backend's name for the environment.
         seed: the run's; each environment derives its own (``env_seeds``).
         backend: ``gymnasium`` steps them one after the other in this process; ``envpool`` on ``num_threads`` C++
             threads (0 lets it choose), which pays off with many environments.
@@ -344,7 +344,7 @@ def _require_spaces(envs: VectorEnv, env_id: str, *action_types: type[gym.Space]
     if isinstance(action, gym.spaces.Discrete):
         is_usable = action.start == 0
     else:
-        # The largest number means that there is no bound.
+        # The largest float32 stands for no bound.
         is_usable = len(action.shape) == 1 and (np.abs([action.low, action.high]) < np.finfo(np.float32).max).all()
     if not is_usable:
         raise bad("env_id", env_id, f"has actions of {action}; this script needs numbers from 0 on or bounded vectors")

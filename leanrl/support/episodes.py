@@ -32,12 +32,12 @@ class EpisodeStatistics:
         return ended
 
     def add(self, rewards: np.ndarray, dones: np.ndarray, resets: np.ndarray) -> np.ndarray:
-        """Returns and lengths [2, E] of the E episodes that ended within a rollout, in the order in which they did.
+        """Returns and lengths [2, E] of the E episodes that ended within a rollout, in the order in which they ended.
 
         Args:
             rewards, dones, resets: [T, N], as in ``add_step``.
         """
-        # Running sums [2, T, N]. An episode's share is the difference between its end and that of the one before it.
+        # Running sums [2, T, N]: an episode's share is the sum at its end minus the sum at the previous episode's end.
         sums = self._sums[:, None] + np.cumsum([rewards, ~resets], 1)
         ended, before = [], np.zeros_like(self._sums)
         for t, n in zip(*np.nonzero(dones), strict=True):

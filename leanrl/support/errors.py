@@ -15,7 +15,7 @@ def flag(name: str) -> str:
 
 
 def typed(value) -> str:
-    """A field's value as it is typed; several are separated by spaces."""
+    """A field's value as typed on the command line, items separated by spaces."""
     return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 

@@ -39,7 +39,7 @@ def load_model(run_dir: Path, file: str = "model.pt") -> dict:
         raise UsageError(f"{run_dir}: has no {file}; train with --save-model")
     try:
         model = torch.load(path, map_location="cpu", weights_only=True)["model"]
-        if "hidden" in (network := model.get("network", {})):  # what earlier versions called the layer after the torso
+        if "hidden" in (network := model.get("network", {})):  # earlier versions had one layer after the torso
             network["hiddens"] = [network.pop("hidden")]
     except Exception as error:  # torch.load raises almost anything on damaged input
         raise UsageError(f"{path}: damaged or not a saved model ({type(error).__name__})") from None
@@ -49,7 +49,7 @@ def load_model(run_dir: Path, file: str = "model.pt") -> dict:
 
 def training_script(run_dir: Path, saved: dict) -> ModuleType:
     """The training script that a saved model names; UsageError if it is not one of ours."""
-    # The name comes from a file, so it may only choose among our scripts, not what Python imports.
+    # The name comes from a file: it may choose one of our scripts, but not make Python import anything else.
     scripts = {path.stem for path in Path(__file__).parents[1].glob("*.py")} - {"__init__"}
     name = saved["script"]
     if name not in scripts:
@@ -69,21 +69,21 @@ def play(
         video: where to write the first episode as mp4, at the environment's own speed; None for no video.
         sticky: use sticky actions, with the usual probability of 0.25 (Atari games only).
         file: the model's file name in ``run_dir``.
-        script: the module that trained it; by default the one of ours that it names.
+        script: the training script's module; by default the script that args.json names.
 
     Returns:
         the undiscounted return of each episode; for Atari games the score of a whole game, over all lives.
 
     Raises:
-        UsageError: no usable model, not one of ours, or this machine cannot render.
+        UsageError: no usable model, an unknown script, sticky actions outside Atari, or no way to render here.
     """
     saved = load_model(run_dir, file)
     script = script or training_script(run_dir, saved)
     protocol = atari_protocol(script, saved["args"])
     if sticky and protocol is None:
         raise UsageError(f"--sticky: {saved['args']['env_id']} has none; sticky actions are for Atari games")
-    # The game's own rewards, but lives as in training: under episodic_life EnvPool serves the next ball in games that
-    # have one, and an agent that never had to would let time run out.
+    # Raw rewards, but lives as in training: under episodic_life EnvPool presses fire to serve the next ball, and an
+    # agent that never had to do so itself would let time run out.
     protocol = protocol and protocol._replace(reward_clip=False, repeat_action_probability=0.25 if sticky else 0.0)
     envs = make_evaluation_envs(saved["args"], seed, video is not None, protocol)
     returns = []
@@ -94,7 +94,7 @@ def play(
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise UsageError(f"{run_dir}/model.pt: does not fit {saved['script']} ({reason[0]})") from None
         obs, _ = envs.reset()
-        # disable=None: only on a terminal.
+        # disable=None: shown only on a terminal.
         for episode in tqdm(range(episodes), run_dir.resolve().name, unit="episode", leave=False, disable=None):
             if episode > 0:
                 # NEXT_STEP autoreset: the step after a done ignores its action and resets.
@@ -120,14 +120,14 @@ def atari_protocol(script: ModuleType, args: dict) -> AtariProtocol | None:
 
 
 def backend_of(args: dict) -> EnvBackend:
-    """What stepped the environments of a run with ``args``; the distributed scripts once had only EnvPool."""
+    """What stepped the environments of a run with ``args``. The distributed scripts once had EnvPool only."""
     return args.get("env_backend", "envpool" if "protocol" in args else "gymnasium")
 
 
 def make_evaluation_envs(args: dict, seed: int, rendering: bool, protocol: AtariProtocol | None) -> VectorEnv:
     """One environment like those of a run with ``args``, Atari games by ``protocol``, with a seed of its own."""
     env_id = args["env_id"]
-    # The other backend's environment of that name draws other random numbers, and may differ in more, or be missing.
+    # The other backend's environment of that name draws other random numbers, may differ otherwise, or not exist.
     backend = "envpool" if protocol is not None else backend_of(args)
     options = {"num_threads": 1, "first_index": EVALUATION_INDEX}
     if rendering:
@@ -142,18 +142,18 @@ def make_evaluation_envs(args: dict, seed: int, rendering: bool, protocol: Atari
 
 
 def require_video(env_id: str, backend: EnvBackend = "gymnasium") -> EnvBackend:
-    """The backend that films ``env_id`` of ``backend``, after a test frame: for ``--capture-video``, before training.
+    """Checks before training, with a test frame, that ``env_id`` can be filmed; returns the backend that films it.
 
     Raises:
         UsageError: this machine cannot film it; says what would help.
     """
-    if not find_spec("imageio_ffmpeg"):  # imageio only notices at the first frame
+    if not find_spec("imageio_ffmpeg"):  # imageio itself notices only at the first frame
         raise UsageError("--capture-video: needs a package that is missing; pip install imageio imageio-ffmpeg")
     backend = drawing_backend(env_id, backend)
     if backend == "gymnasium" and not os.environ.get("DISPLAY"):  # MuJoCo and pygame read these on import
         os.environ["MUJOCO_GL"] = os.environ.get("MUJOCO_GL") or "egl"
         os.environ["SDL_VIDEODRIVER"] = os.environ.get("SDL_VIDEODRIVER") or "dummy"
-    # Without OpenGL, Gymnasium's half-built viewer fails again when it is collected, with a traceback on stderr.
+    # Without OpenGL, Gymnasium's half-built viewer fails again when garbage-collected, with a traceback on stderr.
     with redirect_stderr(io.StringIO()):
         try:
             with closing(make_envs(env_id, 1, 0, backend, num_threads=1, render_mode="rgb_array")) as envs:
@@ -172,7 +172,7 @@ def require_video(env_id: str, backend: EnvBackend = "gymnasium") -> EnvBackend:
 
 
 def drawing_backend(env_id: str, backend: EnvBackend) -> EnvBackend:
-    """The backend that films ``env_id`` of ``backend``: the same one, but Gymnasium for EnvPool's MuJoCo tasks.
+    """The backend that films ``env_id``: ``backend`` itself, except that Gymnasium films EnvPool's MuJoCo tasks.
 
     Raises:
         UsageError: EnvPool has no such environment, or Gymnasium lacks this MuJoCo task.
@@ -187,17 +187,17 @@ def drawing_backend(env_id: str, backend: EnvBackend) -> EnvBackend:
 
 @contextmanager
 def film(env: VectorEnv, path: Path):
-    """Yields a function ``show(step, done)`` that films ``env`` after each step of one episode, to an mp4.
+    """Films one episode of ``env`` to an mp4; yields ``show(step, done)``, to be called after the reset and each step.
 
-    The video runs at the environment's own speed, which EnvPool knows for Atari only (else at MAX_VIDEO_FPS steps per
-    second). Above MAX_VIDEO_FPS frames per second, every n-th is kept, and the last.
+    The video runs at the environment's own speed or, where that is unknown (EnvPool except Atari), at MAX_VIDEO_FPS
+    steps per second. If the speed exceeds MAX_VIDEO_FPS, only every n-th frame is kept, and the last.
     """
     import imageio.v2 as imageio
 
     fps = env.metadata.get("render_fps") or MAX_VIDEO_FPS
     every = math.ceil(fps / MAX_VIDEO_FPS)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Frames of odd size are stretched by a pixel, since H.264 halves the colour channels.
+    # Frames of odd size are stretched by a pixel, since H.264 halves the resolution of colour.
     with imageio.get_writer(path, fps=fps / every, macro_block_size=2, quality=8) as writer:
         # One at a time: the frames of 1,000 steps would take 700 MB.
         yield lambda step, done: writer.append_data(env.render()) if done or step % every == 0 else None

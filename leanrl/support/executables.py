@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch.utils._pytree import tree_leaves
 
-# Eager calls before a CUDA graph is captured.
+# Ordinary calls before a CUDA graph is captured.
 CUDAGRAPH_WARMUP = 3
 # Calls that take a function through compilation, capture and a replay.
 WARMUP_CALLS = CUDAGRAPH_WARMUP + 2
@@ -15,17 +15,17 @@ WARMUP_CALLS = CUDAGRAPH_WARMUP + 2
 URGENT = -1
 
 # Random numbers from PyTorch's own generator, so that a compiled run draws what an eager one draws; and in the same
-# order, which PyTorch before 2.13 may change where it looks for the least memory (pytorch/pytorch#181136).
+# order, which PyTorch before 2.13 may change when it reorders operations to save memory (pytorch/pytorch#181136).
 SAME_SAMPLES = {"fallback_random": True}
 if torch.__version__ < (2, 13):
     SAME_SAMPLES |= {"reorder_for_peak_memory": False, "reorder_for_locality": False}
 CPU_OPTIONS = {
     **SAME_SAMPLES,
-    # A CompiledStep's inputs keep their sizes, which need no check on every call.
+    # A CompiledStep's inputs keep their sizes, so a check on every call would be wasted.
     "size_asserts": False,
-    # Skips trial builds that check for AVX-512: a compiler that builds PyTorch's C++20 headers has it.
+    # Skips trial builds that check for AVX-512: a compiler that can build PyTorch's C++20 headers supports it.
     "cpp.vec_isa_ok": True,
-    # Kernels apart from what calls them, which took longer to compile and gains nothing from -O3.
+    # Builds kernels apart from the code that calls them, which took longer to compile and gains nothing from -O3.
     "cpp_wrapper_build_separate": True,
     # tanh from one exp instead of SLEEF's: saves a sixth of a small update, for an absolute error of 2e-7.
     "cpp.use_decompose_tanh": True,
@@ -35,9 +35,9 @@ CPU_OPTIONS = {
 class CompiledStep:
     """A whole training step, compiled on its first call into one graph that later calls run directly.
 
-    ``torch.compile`` evaluates a Python frame on every call and checks that types, shapes and globals have not changed,
-    which takes longer than a small policy does. A training step has static shapes, and the tensors that it closes over
-    are always the same objects (changed in place), so the graph's inputs are collected once.
+    ``torch.compile`` evaluates a Python frame and checks guards (types, shapes, globals) on every call, which takes
+    longer than a small policy itself. A training step has static shapes, and the tensors that it closes over are
+    always the same objects (changed in place), so the graph's inputs are collected once.
 
     Args:
         fn: takes tensors of fixed shapes and returns one tensor or None. It may change tensors in place, but must have
@@ -76,8 +76,8 @@ class CompiledStep:
             # trace_autograd_ops: .backward() becomes part of the graph.
             with torch._dynamo.config.patch(recompile_limit=limit, trace_autograd_ops=True):
                 result = self._first_call(*args)
-            # Dynamo has a single None. A graph that reads a .grad after setting it to None leaves a source on it, where
-            # the next function compiled in this process would look for its own None. (Seen in PyTorch 2.13.)
+            # Dynamo has one object for None. A graph that reads a .grad after setting it to None leaves a source on it,
+            # where the next function compiled in this process would look for its own None. (Seen in PyTorch 2.13.)
             torch._dynamo.variables.ConstantVariable.create(None).source = None
             # Positions of the arguments and of the result among the graph's inputs and outputs.
             self._places = [(i, j) for i, arg in enumerate(args) for j, x in enumerate(self._inputs) if x is arg]
@@ -107,16 +107,16 @@ def make_executable(
 ) -> Callable[..., torch.Tensor | None]:
     """``fn``, compiled and captured as a script's flags say; ``fn`` and ``options`` as for ``CompiledStep``.
 
-    With ``urgent``, a captured graph's kernels run before those of other streams, and its next call overwrites its
-    result.
+    With ``urgent``, a captured graph's kernels run before those waiting on other streams, and each call overwrites the
+    previous result.
     """
     if compile:
         fn = CompiledStep(fn, device, **options)
     if cudagraphs:
         if urgent:
-            # A graph's kernels have the priority of the stream that captured it, whichever stream replays it. On a
-            # stream of its own it also shares no cuBLAS workspace with graphs that run at the same time: PyTorch's
-            # ordinary streams come from a pool and are reused. CudaGraphModule takes no stream.
+            # A graph's kernels have the priority of the stream that captured it, whichever stream replays it. Graphs
+            # captured on one stream also share a cuBLAS workspace, which those that run at the same time must not.
+            # CudaGraphModule takes no stream.
             return Captured(fn, torch.cuda.Stream(device, priority=URGENT))
         from tensordict.nn import CudaGraphModule
 
@@ -125,11 +125,11 @@ def make_executable(
 
 
 class Captured:
-    """``fn(*args)`` as one CUDA graph: CUDAGRAPH_WARMUP eager calls, then one that captures it, then replays.
+    """``fn(*args)`` as one CUDA graph: CUDAGRAPH_WARMUP ordinary calls, then one that captures it, then replays.
 
-    Whatever else ``fn`` reads and writes must stay at the same addresses, CPU tensors in pinned memory, and nothing in
-    it may wait for the device. Capture on the main thread; other threads may use CUDA meanwhile, but must not draw
-    random numbers there or replay graphs.
+    Whatever else ``fn`` reads or writes must stay at the same address (CPU tensors in pinned memory), and nothing in it
+    may wait for the device. Capture on the main thread; other threads may use CUDA meanwhile, but must not draw random
+    numbers there or replay graphs.
 
     Args:
         fn: takes tensors of fixed shapes, which are copied to where the graph reads them. Once captured, every call
@@ -139,7 +139,7 @@ class Captured:
 
     def __init__(self, fn: Callable, stream: torch.cuda.Stream) -> None:
         self._fn = fn
-        # The warm-up runs on the capture's stream, because libraries allocate a workspace on first use of a stream.
+        # The warm-up runs on the capture stream, because libraries allocate a workspace on the first use of a stream.
         self._stream = stream
         self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -157,7 +157,7 @@ class Captured:
             graph = torch.cuda.CUDAGraph()
             self._args = [arg.clone() for arg in args]
             gc.collect()
-            gc.disable()  # a graph destroyed during a capture invalidates it
+            gc.disable()  # destroying a graph would invalidate the capture
             try:
                 with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                     self._result = self._fn(*self._args)

@@ -23,7 +23,7 @@ def upload_run(run_dir: Path, entity: str) -> str:
     """Uploads a finished run's model and records; returns the repository's URL.
 
     Args:
-        run_dir: of the run; ``evaluate`` plays a copy of the repository just the same.
+        run_dir: the run's directory; ``evaluate`` also plays a copy of the repository.
         entity: user or organisation; empty for whoever is logged in.
 
     Raises:

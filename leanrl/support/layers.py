@@ -8,7 +8,7 @@ import torch.nn.functional as F
 class TwinLinear(nn.Module):
     """The linear layers of two networks as one batched product: [2, B, in_features] -> [2, B, out_features]
 
-    With input for the first network only, [1, B, in_features], it is that network's layer.
+    Given input for the first network only, [1, B, in_features], it is that network's layer.
     """
 
     def __init__(self, in_features: int, out_features: int) -> None:
@@ -18,14 +18,14 @@ class TwinLinear(nn.Module):
         self.bias = nn.Parameter(torch.stack([layer.bias.detach() for layer in layers]).unsqueeze(1))  # [2, 1, out]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Not baddbmm: TorchInductor fuses the sum with what follows, but cannot fuse into a library's product.
+        # Not baddbmm: TorchInductor fuses the addition with what follows, but cannot fuse into a library's product.
         return torch.bmm(x, self.weight[: len(x)]) + self.bias[: len(x)]
 
 
 class TwinLayerNorm(nn.Module):
     """The layer norms of two networks: [2, B, features] -> [2, B, features]
 
-    With input for the first network only, [1, B, features], it is that network's layer.
+    Given input for the first network only, [1, B, features], it is that network's layer.
     """
 
     def __init__(self, features: int) -> None:
@@ -40,8 +40,8 @@ class TwinLayerNorm(nn.Module):
 class Float32:
     """Mixin for a layer that stays in float32 under autocast; its input may have any precision.
 
-    For the first and last layers of a network: in bfloat16, observations and values have only three digits. And for
-    norms, whose means and deviations are sums of many numbers.
+    For the first and last layers of a network, because in bfloat16 observations and values have only three digits; and
+    for norms, whose means and deviations are sums of many numbers.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -70,7 +70,7 @@ class Float32TwinLayerNorm(Float32, TwinLayerNorm):
 class ChannelsLastLayerNorm(nn.LayerNorm):
     """Layer norm over channels, rows and columns: [B, C, H, W] -> [B, C, H, W]
 
-    Its weights are [H, W, C], the memory order of channels_last images, so that nothing has to be copied.
+    Its weights are [H, W, C], the order of channels_last images in memory, so that nothing is copied.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -80,7 +80,7 @@ class ChannelsLastLayerNorm(nn.LayerNorm):
 class ChannelsLastLinear(nn.Linear):
     """A linear layer over channels, rows and columns: [B, C, H, W] -> [B, out_features]
 
-    Its columns are [H, W, C], the memory order of channels_last images, so that nothing has to be copied.
+    Its weight's columns are in the order [H, W, C], as channels_last images are in memory, so that nothing is copied.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -88,7 +88,7 @@ class ChannelsLastLinear(nn.Linear):
 
 
 def interleaved(images: torch.Tensor) -> torch.Tensor:
-    """uint8 [B, 4, H, W] in channels_last: each pixel moves as one number, which is faster than byte by byte."""
+    """uint8 [B, 4, H, W] in channels_last: each pixel is written as one integer, which is faster than as four bytes."""
     first, second, third, fourth = images.int().unbind(1)
     return (first | second << 8 | third << 16 | fourth << 24).unsqueeze(-1).view(torch.uint8).movedim(-1, 1)
 
@@ -96,8 +96,8 @@ def interleaved(images: torch.Tensor) -> torch.Tensor:
 def mlp_as_sums(network: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
     """``network(x)`` for a few rows [N, in], with its matrix products written as sums.
 
-    TorchInductor fuses them with everything around them. In a small network, calling a matrix library costs more than
-    its few thousand multiplications.
+    TorchInductor fuses the sums with everything around them. In a small network, calling a matrix library costs more
+    than the few thousand multiplications themselves.
     """
     for layer in network:
         x = (layer.weight * x.unsqueeze(1)).sum(-1) + layer.bias if isinstance(layer, nn.Linear) else layer(x)

@@ -1,6 +1,6 @@
-"""Gymnasium's vector NormalizeObservation and NormalizeReward as tensor operations, for the fast variants.
+"""Gymnasium's vector NormalizeObservation and NormalizeReward as tensor operations.
 
-The wrappers cost more than a MuJoCo simulator. tests/test_ppo_continuous.py tests that these equal them.
+The wrappers cost more than a MuJoCo simulator. tests/test_ppo_continuous.py checks these against them.
 """
 
 import torch
@@ -32,9 +32,9 @@ class RunningMoments(nn.Module):
         self.add(self.sums(batch, batch.new_ones(len(batch))))
 
     def sums(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The count of ``x`` [..., size], weighted by ``weights`` [...] (0 or 1), and the sums of its deviations from
-        the mean so far and of their squares: [1 + 2 size], float64."""
-        # Deviations, so that nothing large cancels in the sums.
+        """The count of ``x`` [..., size], the sums of its deviations from the mean so far, and those of their squares:
+        [1 + 2 size], float64. ``weights`` [...] are 1 for the vectors that count, else 0."""
+        # Deviations, to avoid cancellation between large sums.
         deviations = ((x - self.mean) * weights.unsqueeze(-1)).flatten(0, -2)
         return torch.cat([weights.sum().double().view(1), deviations.sum(0), deviations.square().sum(0)])
 
@@ -55,7 +55,7 @@ class RunningMoments(nn.Module):
 class RewardNormalizer:
     """Gymnasium's vector NormalizeReward, for the rewards of a whole rollout at once.
 
-    Step t is divided by the standard deviation of all discounted returns up to t, which running sums give for every t.
+    Each reward is divided by the standard deviation of all discounted returns so far; running sums give it for all t.
 
     Args:
         num_envs: N.
@@ -84,7 +84,7 @@ class RewardNormalizer:
         inputs[0] += decays[0] * self.discounted
         returns = linear_recurrence(inputs, decays)
         self.discounted.copy_(returns[-1])
-        # Deviations from the old mean, so that nothing large cancels.
+        # Deviations from the old mean, to avoid cancellation between large sums.
         deviations = (returns - self.moments.mean) * weights
         counts = self.moments.count + weights.sum(1).cumsum(0)
         shifts = deviations.sum(1).cumsum(0) / counts

@@ -15,7 +15,7 @@ from leanrl.support.schedule import UpdateSchedule
 
 
 def require_off_policy(args) -> None:
-    """UsageError on the first argument that cannot work, of those that all off-policy scripts share."""
+    """UsageError on the first argument that cannot work, among those that all off-policy scripts share."""
     require_at_least(args, 1, "total_timesteps", "num_envs", "buffer_size", "batch_size")
     require_at_least(args, 1, "num_threads", "log_every", "checkpoint_every")
     require_at_least(args, 0, "seed", "learning_starts")
@@ -31,7 +31,7 @@ def require_off_policy(args) -> None:
 
 
 class OffPolicyState:
-    """Everything that a run's checkpoint holds: what is trained, the replay, and the environments if they can be saved.
+    """What a script puts into checkpoints: what is trained, the replay, and the environments if they can be saved.
 
     Args:
         args: the script's arguments.
@@ -52,7 +52,7 @@ class OffPolicyState:
 
     def tensors(self) -> list:
         """The tensors and state dicts that a training step changes in place."""
-        # Only the counters of the replay: once its size is 0 again, its rows do not matter.
+        # Of the replay only the counters: once its size is 0 again, its rows do not matter.
         return [*map(_content, self._parts.values()), self._replay.cursor, self._replay.size]
 
     def resume(self, run: Run) -> UpdateSchedule:
@@ -74,7 +74,7 @@ class OffPolicyState:
             if replay is not None:
                 self._replay.load_state_dict(replay)
             else:
-                # num_envs: the first step may only reset its environments, and there must be something to sample.
+                # num_envs: the first step may only reset the environments, and would leave nothing to sample.
                 learning_starts = run.global_step + max(args.learning_starts, args.batch_size, args.num_envs)
         return UpdateSchedule(args.num_envs, learning_starts, args.updates_per_step)
 
@@ -84,7 +84,7 @@ def _content(part) -> torch.Tensor | dict:
 
 
 def named_losses(run: Run, losses: NamedTuple) -> dict[str, float]:
-    """A script's ``Losses`` for a log point; empty before the first update, which computes them.
+    """A script's ``Losses`` for a log point; empty before the first update.
 
     Two critics' qf_loss [2] becomes qf1_loss and qf2_loss.
     """

@@ -22,7 +22,7 @@ class OneGraph:
 
     Acting waits for the last update that trains the actor, and the host waits only for the actions: later updates of
     the critics run in parallel with acting, and continue while the environments step. The random numbers are still
-    those of the functions called one after the other, because a graph numbers them in the order of its capture.
+    those of the functions called one after the other, because a graph draws them in the order of its capture.
 
     Each pattern is ``Captured``, whose requirements apply.
 

@@ -10,8 +10,8 @@ class Traceable(torch.optim.Optimizer):
 
     PyTorch's own ``step`` and ``zero_grad`` break the graph, because they open a profiler range.
 
-    The state is allocated at once and only changed in place, so that a graph may hold its addresses. So is the learning
-    rate: ``param_groups[0]["lr"]`` is a tensor [1] to be filled.
+    The state is allocated up front and only changed in place, so that a graph may hold its addresses. So is the
+    learning rate: to change it, fill ``param_groups[0]["lr"]``, a tensor [1].
 
     Args:
         params, options: as for PyTorch's optimiser.
@@ -20,9 +20,9 @@ class Traceable(torch.optim.Optimizer):
             parameters, an attribute of that name.
     """
 
-    # Optimizer.__init__ wraps ``step`` in this, which changes nothing.
+    # Optimizer.__init__ wraps ``step`` in this; unlike PyTorch's, it changes nothing.
     profile_hook_step = staticmethod(lambda step: step)
-    # Without the wrapper that imports torch._dynamo, 1.7 s that an eager run does not need.
+    # Without the wrapper that imports torch._dynamo, which takes 1.7 s that an eager run does not need.
     add_param_group = unwrap(torch.optim.Optimizer.add_param_group)
     state_dict = unwrap(torch.optim.Optimizer.state_dict)
 
@@ -35,7 +35,7 @@ class Traceable(torch.optim.Optimizer):
         # TorchInductor takes a 0-d float64 or int64 CPU tensor for a Python number and loses what is written to it.
         # (Seen in PyTorch 2.13.)
         self.lr = group["lr"] = torch.tensor([lr], dtype=torch.float64, device=device)
-        # All are equal; PyTorch's optimisers count for each parameter.
+        # All are equal; PyTorch's optimisers count steps per parameter.
         self.num_steps = torch.zeros(len(self.params), 1, dtype=torch.float64, device=device)
         for p, count in zip(self.params, self.num_steps, strict=True):
             self.state[p] = {"step": count}
@@ -78,8 +78,8 @@ class Adam(Traceable, torch.optim.Adam):
         """Updates the parameters in place along their gradients (https://arxiv.org/abs/1412.6980, algorithm 1)."""
         beta1, beta2 = self.defaults["betas"]
         self.num_steps.add_(1)
-        # as_strided needs memory, so these are computed once. Otherwise TorchInductor would inline the float64 powers
-        # into the loop over the elements.
+        # as_strided forces these into memory, so they are computed once. Otherwise TorchInductor would inline the
+        # float64 powers into the loop over the elements.
         step_size = (self.lr / (1 - beta1 ** self.num_steps[0])).float().as_strided((), ())
         bias_correction2_sqrt = (1 - beta2 ** self.num_steps[0]).sqrt().float().as_strided((), ())
         grad = torch.cat([p.grad.reshape(-1) for p in self.params])
@@ -90,7 +90,7 @@ class Adam(Traceable, torch.optim.Adam):
 
 
 class RMSprop(Traceable, torch.optim.RMSprop):
-    """``torch.optim.RMSprop``, traceable; eps is outside the root, as in IMPALA."""
+    """``torch.optim.RMSprop``, traceable; eps is outside the root, as in Cleanba's IMPALA."""
 
     def __init__(self, params, lr: float, alpha: float = 0.99, eps: float = 1e-8) -> None:
         super().__init__(params, lr, ("square_avg",), alpha=alpha, eps=eps)

@@ -11,8 +11,8 @@ from leanrl.support.errors import bad
 class Batch(NamedTuple):
     """Transitions: obs, next_obs [B, obs_dim], actions [B, action_dim], rewards and terminations [B], all float32.
 
-    ``next_obs`` is the true last observation where an episode ended. ``terminations`` is 1 only where the task ended
-    it: bootstrapping stops there, but not where time ran out.
+    ``next_obs`` is the true last observation where an episode ended. ``terminations`` is 1 only where the task itself
+    ended it: bootstrapping stops there, but not where time ran out.
     """
 
     obs: torch.Tensor
@@ -46,7 +46,7 @@ class Replay:
         if (capacity + 1) * row_bytes > free:
             takes = f"takes {(capacity + 1) * row_bytes:,} bytes, and {free:,} are free on {device}"
             raise bad("buffer_size", capacity, f"{takes}; at most {free // row_bytes - 1} transitions fit")
-        # The row after the ring receives what is not experience.
+        # The extra row absorbs steps that are not experience.
         self.rows = torch.zeros(capacity + 1, width, device=device)
         # Shape [1]: TorchInductor takes a 0-d int64 CPU tensor for a Python number and loses what is written to it.
         self.cursor = torch.zeros(1, dtype=torch.int64, device=device)

@@ -53,7 +53,7 @@ def write_json_atomically(path: Path, content: dict) -> None:
 
 
 def machine_facts(device: torch.device) -> dict:
-    """Git commit, package versions, device name and CPU cores, for ``args.json`` and benchmark records."""
+    """Git commit, package versions, device, CPU cores and precision, for ``args.json`` and benchmark records."""
     # "-dirty" is appended if a file differs from the commit. A copy without .git is given its commit in GIT_COMMIT.
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
@@ -212,7 +212,7 @@ class Run:
         arguments = dataclasses.asdict(self.args)
         facts = {"script": self.script, "args": arguments, "command": sys.argv, **machine_facts(self.device)}
         if self.args.resume is not None:
-            # A later resume ends where this one does. Everything else stays as the run was started.
+            # A later resume ends where this one does. Everything else stays as it was when the run started.
             facts = read_args_json(self.dir)
             facts["args"] |= {name: arguments[name] for name in ("total_timesteps", "max_seconds")}
         try:
@@ -257,7 +257,7 @@ class Run:
     def start_clock(self) -> None:
         """Marks the end of the warm-up: speed is measured from here.
 
-        If it is called again, say when learning starts, the time in between counts as warm-up too.
+        If it is called again, say when learning starts, the time since the previous call counts as warm-up too.
         """
         # Objects made so far live to the end, so the garbage collector need not visit all of PyTorch's again and again
         # (1 % of compiled TD3's time).
@@ -272,7 +272,7 @@ class Run:
     def sps(self) -> float:
         """Environment steps per second of wall clock since ``start_clock``; synchronises the device's stream.
 
-        If there has been no step since then, the speed before it.
+        If there has been no step since, the speed before ``start_clock``.
         """
         synchronize_stream(self.device)
         start, first_step = self._clock_start
@@ -289,7 +289,7 @@ class Run:
     def training_seconds(self) -> float:
         """Seconds since ``start_clock``, including those before a resume.
 
-        This process's seconds count from its first update on: until then the clock may be started again.
+        This process's seconds count only once it has taken an update: until then the clock may be started again.
         """
         if self.optimizer_steps == self._first_optimizer_step:
             return self._earlier_training_seconds
@@ -323,7 +323,7 @@ class Run:
         del self.last_returns[:-100]
 
     def log(self, metrics: dict[str, float]) -> None:
-        """Writes a log point at ``global_step``: ``metrics``, speed, and the episodes finished since the last.
+        """Writes a log point at ``global_step``: ``metrics``, speed, and the episodes finished since the last one.
 
         Raises:
             RuntimeError: a loss is not finite.
@@ -370,7 +370,7 @@ class Run:
         self._last_checkpoint = self.global_step
 
     def _save_snapshot(self) -> None:
-        """Writes the current model, with the ``time.time()``, to ``snapshots/step_....pt``."""
+        """Writes the current model, with ``time.time()``, to ``snapshots/step_....pt``."""
         path = self.dir / "snapshots" / f"step_{self.global_step:012d}.pt"
         if self.model is not None and not path.exists():
             path.parent.mkdir(exist_ok=True)

@@ -1,15 +1,15 @@
 """Saving Gymnasium's environments, in types that a ``weights_only`` checkpoint can hold.
 
-Exact, bit for bit in observations, rewards and ends, for every environment of ``gymnasium.envs.mujoco`` (-v4 and -v5)
-and ``gymnasium.envs.classic_control``; others are not saved at all. What is only rendered (MuJoCo's geometry,
-Pendulum's arrow) is back after the next step.
+Observations, rewards and episode ends continue bit for bit, for every environment of ``gymnasium.envs.mujoco`` (-v4 and
+-v5) and ``gymnasium.envs.classic_control``; others are not saved at all. What is only rendered (MuJoCo's geometry,
+Pendulum's arrow) is right again after the next step.
 """
 
 import gymnasium as gym
 import numpy as np
 import torch
 
-# Package of the environment's class: a subclass from elsewhere may have more state.
+# Packages of environments that can be saved: a subclass from elsewhere may have more state.
 MUJOCO, CLASSIC_CONTROL = "gymnasium.envs.mujoco", "gymnasium.envs.classic_control"
 # Positions of bodies [nbody, 3] that environments read before they step the simulator: Ant's torso and all of
 # Reacher-v4's bodies in xpos, Humanoid's centre of mass in xipos. A step leaves them one substep behind qpos, and
@@ -20,7 +20,7 @@ ELAPSED_STEPS = "_elapsed_steps"
 
 
 def env_state(env: gym.Env) -> dict | None:
-    """A copy of what decides the next steps and episodes of ``env``; None if that is not known.
+    """A copy of all that the next steps and episodes of ``env`` depend on; None if that is not known.
 
     Args:
         env: reset at least once. After a done it must be reset before the next step, as in NEXT_STEP autoreset.
