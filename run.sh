@@ -117,8 +117,8 @@ case $command in
   ;;
 test)
   install "" mujoco envpool hub dev
-  # A worker more than cores, since many tests wait; a file stays with one, for what its tests share (tests/conftest.py).
-  exec .venv/bin/python -m pytest --numprocesses=$(($(nproc) + 1)) --dist=loadfile --no-loadscope-reorder "$@"
+  # A worker on each core, each with whole files as long as there are some (tests/conftest.py).
+  exec .venv/bin/python -m pytest --numprocesses=logical --dist=worksteal "$@"
   ;;
 bench)
   install "" mujoco envpool dev peers

@@ -6,8 +6,7 @@ import os
 import pytest
 
 # Workers of pytest-xdist share the cores out, each with its processes: PyTorch's threads wait by spinning, and two
-# programs with a thread on every core each are 10 to 20 times slower. Before PyTorch counts the cores. There may be
-# more workers than cores: many tests wait.
+# programs with a thread on every core each are 10 to 20 times slower. Before PyTorch counts the cores.
 if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
     cores, first = sorted(os.sched_getaffinity(0)), int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
     os.sched_setaffinity(0, cores[first % len(cores) :: int(os.environ["PYTEST_XDIST_WORKER_COUNT"])])
@@ -16,7 +15,7 @@ import torch
 from filelock import FileLock
 from scripts import FINISHED, SCRIPTS, run_tiny, run_tool_in_process, start_process, with_long
 
-# Files that take longest go first: no worker is to be left alone with one of them at the end.
+# Files that take longest go first: what a worker takes from another at the end should be short.
 LONGEST = {f"test_{name}.py" for name in ("off_policy_equality", "on_policy_equality", "resume")}
 LONGEST |= {f"test_sebulba_{name}.py" for name in ("runs", "failures", "equality")}
 
