@@ -118,7 +118,7 @@ case $command in
 test)
   install "" mujoco envpool hub dev
   # A worker on each core, each with whole files as long as there are some (tests/conftest.py).
-  exec .venv/bin/python -m pytest --numprocesses=logical --dist=worksteal "$@"
+  exec .venv/bin/python -m pytest --numprocesses=$(nproc) --dist=worksteal "$@"
   ;;
 bench)
   install "" mujoco envpool dev peers
