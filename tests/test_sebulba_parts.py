@@ -1,6 +1,7 @@
 """The parts of the actor-learner system, each by itself: layouts, schedules, noise, rollouts, reports, sums."""
 
 import pickle
+import subprocess
 import threading
 
 import numpy as np
@@ -227,6 +228,14 @@ def test_waits_end_with_a_stall_or_a_stop():
     threading.Timer(0.05, mailbox.close).start()
     with pytest.raises(Stopped):
         mailbox.get("a thing")
+
+
+def test_a_suspended_process_is_no_stall():
+    """As by SLURM, for longer than the time limit."""
+    mailbox = Mailbox(2)
+    threading.Timer(3.5, mailbox.put, ["a thing"]).start()
+    with subprocess.Popen(["sh", "-c", "sleep 0.5; kill -STOP $PPID; sleep 2.5; kill -CONT $PPID"]):
+        assert mailbox.get("a thing") == "a thing"
 
 
 # -------------------------------------------------------------------------------------------------------- RANDOMNESS

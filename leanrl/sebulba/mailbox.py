@@ -1,5 +1,6 @@
 """Passing things between threads, with time limits, until the run ends."""
 
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 
@@ -31,14 +32,14 @@ class Mailbox(SimpleQueue):
             Stopped: the mailbox is closed.
             Stalled: nothing arrived in time.
         """
-        try:
-            item = super().get(timeout=self._timeout)
-        except Empty:
-            raise Stalled(f"waited {self._timeout:g} s for {what}") from None
-        if self._closed:
-            self.close()  # for the next wait, too
-            raise Stopped
-        return item
+        for _ in range(100):  # short waits, of which a suspension of the process ends only one
+            with suppress(Empty):
+                item = super().get(timeout=self._timeout / 100)
+                if not self._closed:
+                    return item
+                self.close()  # for the next wait, too
+                raise Stopped
+        raise Stalled(f"waited {self._timeout:g} s for {what}")
 
     def close(self) -> None:
         """Ends every wait, now and later, whatever is left in the queue."""
