@@ -2,6 +2,7 @@
 
 import pickle
 import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -232,10 +233,10 @@ def test_waits_end_with_a_stall_or_a_stop():
 
 def test_a_suspended_process_is_no_stall():
     """As by SLURM, for longer than the time limit."""
-    mailbox = Mailbox(2)
-    threading.Timer(3.5, mailbox.put, ["a thing"]).start()
-    with subprocess.Popen(["sh", "-c", "sleep 0.5; kill -STOP $PPID; sleep 2.5; kill -CONT $PPID"]):
-        assert mailbox.get("a thing") == "a thing"
+    waits = "import subprocess, threading; from leanrl.sebulba.mailbox import Mailbox; mailbox = Mailbox(2); "
+    waits += "threading.Timer(3.5, mailbox.put, [0]).start(); subprocess.Popen(['sh', '-c', 'sleep 0.5; kill -STOP "
+    waits += "$PPID; sleep 2.5; kill -CONT $PPID']); mailbox.get('a thing')"
+    assert subprocess.call([sys.executable, "-c", waits], timeout=60) == 0
 
 
 # -------------------------------------------------------------------------------------------------------- RANDOMNESS
