@@ -194,7 +194,8 @@ def estimate_iqm(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray
 
     def iqm_of_columns(scores: np.ndarray) -> np.ndarray:
         """[S, 1, G] -> [G]: ``rliable.metrics.aggregate_iqm`` of each, without SciPy's millisecond a call."""
-        return np.sort(scores[:, 0], axis=0)[(cut := len(scores) // 4) : len(scores) - cut].mean(axis=0)
+        cut = len(scores) // 4
+        return np.sort(scores[:, 0], axis=0)[cut : len(scores) - cut].mean(axis=0)
 
     # rliable 1.2 draws from NumPy's global generator, whatever its `random_state` is.
     np.random.seed(0)
