@@ -16,8 +16,8 @@ class Traceable(torch.optim.Optimizer):
     Args:
         params, options: as for PyTorch's optimiser.
         lr: learning rate.
-        averages: names of the state tensors that have the parameters' shapes; each is one flat vector over all
-            parameters, an attribute of that name.
+        averages: names of the state tensors that have the parameters' shapes; each becomes an attribute of that name, a
+            list with one tensor per parameter.
     """
 
     # Optimizer.__init__ wraps ``step`` in this; unlike PyTorch's, it changes nothing.
@@ -40,15 +40,9 @@ class Traceable(torch.optim.Optimizer):
         for p, count in zip(self.params, self.num_steps, strict=True):
             self.state[p] = {"step": count}
         for name in averages:
-            # One loop over all parameters compiles faster than one per parameter.
-            setattr(self, name, torch.zeros(sum(p.numel() for p in self.params), device=device))
-            for p, piece in zip(self.params, self.pieces(getattr(self, name)), strict=True):
-                self.state[p][name] = piece
-
-    def pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Views of a flat vector over all parameters, in their shapes."""
-        pieces = flat.split([p.numel() for p in self.params])
-        return [piece.view(p.shape) for piece, p in zip(pieces, self.params, strict=True)]
+            setattr(self, name, [torch.zeros_like(p) for p in self.params])
+            for p, average in zip(self.params, getattr(self, name), strict=True):
+                self.state[p][name] = average
 
     def zero_grad(self) -> None:
         """Drops the gradients: one that outlives a graph would become one of its outputs."""
@@ -79,14 +73,19 @@ class Adam(Traceable, torch.optim.Adam):
         beta1, beta2 = self.defaults["betas"]
         self.num_steps.add_(1)
         # as_strided forces these into memory, so they are computed once. Otherwise TorchInductor would inline the
-        # float64 powers into the loop over the elements.
+        # float64 powers into the loops over the elements.
         step_size = (self.lr / (1 - beta1 ** self.num_steps[0])).float().as_strided((), ())
         bias_correction2_sqrt = (1 - beta2 ** self.num_steps[0]).sqrt().float().as_strided((), ())
-        grad = torch.cat([p.grad.reshape(-1) for p in self.params])
-        self.exp_avg.lerp_(grad, 1 - beta1)
-        self.exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        denominator = self.exp_avg_sq.sqrt() / bias_correction2_sqrt + self.defaults["eps"]
-        torch._foreach_sub_(self.params, self.pieces(step_size * self.exp_avg / denominator))
+        grads = [p.grad for p in self.params]
+        torch._foreach_lerp_(self.exp_avg, grads, 1 - beta1)
+        torch._foreach_mul_(self.exp_avg_sq, beta2)
+        torch._foreach_addcmul_(self.exp_avg_sq, grads, grads, value=1 - beta2)
+        denominators = torch._foreach_sqrt(self.exp_avg_sq)
+        torch._foreach_div_(denominators, bias_correction2_sqrt)
+        torch._foreach_add_(denominators, self.defaults["eps"])
+        steps = torch._foreach_div(self.exp_avg, denominators)
+        torch._foreach_mul_(steps, step_size)
+        torch._foreach_sub_(self.params, steps)
 
 
 class RMSprop(Traceable, torch.optim.RMSprop):
@@ -101,6 +100,11 @@ class RMSprop(Traceable, torch.optim.RMSprop):
         alpha = self.defaults["alpha"]
         self.num_steps.add_(1)
         lr = self.lr.float().as_strided((), ())
-        grad = torch.cat([p.grad.reshape(-1) for p in self.params])
-        self.square_avg.mul_(alpha).addcmul_(grad, grad, value=1 - alpha)
-        torch._foreach_sub_(self.params, self.pieces(lr * grad / (self.square_avg.sqrt() + self.defaults["eps"])))
+        grads = [p.grad for p in self.params]
+        torch._foreach_mul_(self.square_avg, alpha)
+        torch._foreach_addcmul_(self.square_avg, grads, grads, value=1 - alpha)
+        denominators = torch._foreach_sqrt(self.square_avg)
+        torch._foreach_add_(denominators, self.defaults["eps"])
+        steps = torch._foreach_div(grads, denominators)
+        torch._foreach_mul_(steps, lr)
+        torch._foreach_sub_(self.params, steps)
