@@ -38,11 +38,9 @@ class Traceable(torch.optim.Optimizer):
         # All are equal; PyTorch's optimisers count steps per parameter.
         self.num_steps = torch.zeros(len(self.params), 1, dtype=torch.float64, device=device)
         for p, count in zip(self.params, self.num_steps, strict=True):
-            self.state[p] = {"step": count}
+            self.state[p] = {"step": count} | {name: torch.zeros_like(p) for name in averages}
         for name in averages:
-            setattr(self, name, [torch.zeros_like(p) for p in self.params])
-            for p, average in zip(self.params, getattr(self, name), strict=True):
-                self.state[p][name] = average
+            setattr(self, name, [self.state[p][name] for p in self.params])
 
     def zero_grad(self) -> None:
         """Drops the gradients: one that outlives a graph would become one of its outputs."""
@@ -84,8 +82,7 @@ class Adam(Traceable, torch.optim.Adam):
         torch._foreach_div_(denominators, bias_correction2_sqrt)
         torch._foreach_add_(denominators, self.defaults["eps"])
         steps = torch._foreach_div(self.exp_avg, denominators)
-        torch._foreach_mul_(steps, step_size)
-        torch._foreach_sub_(self.params, steps)
+        torch._foreach_sub_(self.params, torch._foreach_mul(steps, step_size))
 
 
 class RMSprop(Traceable, torch.optim.RMSprop):
@@ -103,8 +100,6 @@ class RMSprop(Traceable, torch.optim.RMSprop):
         grads = [p.grad for p in self.params]
         torch._foreach_mul_(self.square_avg, alpha)
         torch._foreach_addcmul_(self.square_avg, grads, grads, value=1 - alpha)
-        denominators = torch._foreach_sqrt(self.square_avg)
-        torch._foreach_add_(denominators, self.defaults["eps"])
+        denominators = torch._foreach_add(torch._foreach_sqrt(self.square_avg), self.defaults["eps"])
         steps = torch._foreach_div(grads, denominators)
-        torch._foreach_mul_(steps, lr)
-        torch._foreach_sub_(self.params, steps)
+        torch._foreach_sub_(self.params, torch._foreach_mul(steps, lr))
