@@ -110,6 +110,7 @@ def test_networks_in_either_precision(module):
             values = network(*inputs)
         rounded = (lambda x: x.bfloat16().float()) if amp else (lambda x: x)
         expected = torch.stack([slow_mlp(ps, torch.cat(inputs, 1), rounded, bias_inside) for ps in slow.values()])
+        assert values.dtype == torch.float32
         # Where sums in another order round to the other side, an element of the hidden layer is off by 2**-8.
         assert (values.view_as(expected) - expected).abs().max() < (1e-3 if amp else 1e-5)
     inexact = slow_mlp(next(iter(slow.values())), torch.cat(inputs, 1).bfloat16().float(), rounded, bias_inside)
@@ -286,7 +287,8 @@ def test_fast_sacs_networks_in_bf16():
 
     rounded, exact = expected(lambda x: x.bfloat16().float()), expected(lambda x: x)
     for ours, theirs, wrong in zip((*logits, mean, log_std), rounded, exact, strict=True):
-        assert ours.dtype == torch.float32 and (ours - theirs).abs().mean() < 0.1 * (ours - wrong).abs().mean()
+        assert ours.dtype == torch.float32
+        assert (ours - theirs).abs().mean() < 0.1 * (ours - wrong).abs().mean()
 
 
 def slow_fast_sac(actor, critics, log_alpha, normalize, batches, args):

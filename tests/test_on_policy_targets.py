@@ -265,6 +265,7 @@ def test_pqns_network_in_bf16():
     with torch.autocast("cpu", torch.bfloat16):
         values = network(obs)
     expected = slow_q_values(network, obs, lambda x: x.bfloat16().float())
+    assert values.dtype == torch.float32
     assert (values - expected).abs().mean() < 0.1 * (values - slow_q_values(network, obs)).abs().mean()
 
 
