@@ -383,10 +383,6 @@ def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray
 # ------------------------------------------------------------------------------------------------------- EXECUTABLES
 
 
-# Near |tanh| = 1 the density of a squashed action subtracts nearly equal numbers: tanh must be exact there.
-EXACT_TANH = {"cpp.use_decompose_tanh": False}
-
-
 def make_executables(observe: Callable, update: Callable, act: Callable, args: Args, device: torch.device) -> Callable:
     """The function ``advance(timestep_cpu, turns) -> actions``, compiled and captured as the flags say.
 
@@ -394,8 +390,8 @@ def make_executables(observe: Callable, update: Callable, act: Callable, args: A
     this is a single executable, for more it is several. ``timestep_cpu`` is pinned if the device is a GPU.
     """
     # Each is compiled by its first call, so those that a run does not need cost nothing.
-    compiled = partial(make_executable, device=device, compile=args.compile, cudagraphs=False, **EXACT_TANH)
-    captured = partial(make_executable, device=device, compile=args.compile, cudagraphs=args.cudagraphs, **EXACT_TANH)
+    compiled = partial(make_executable, device=device, compile=args.compile, cudagraphs=False)
+    captured = partial(make_executable, device=device, compile=args.compile, cudagraphs=args.cudagraphs)
 
     if args.one_graph:
         updates = cache(lambda *turn: compiled(partial(update, *turn)))

@@ -70,12 +70,11 @@ def learner(script: str, mode: str, device: torch.device, **changes) -> SimpleNa
     replay = filled_replay(device, *((1, 3) if script.startswith("dqn") else ()))
     update, losses = module.make_update(**parts, replay=replay, args=args)
     touched = [x for part in parts.values() for x in tensors(part)] + [*losses]
-    options = getattr(module, "EXACT_TANH", {})
 
     @cache
     def executable(*turn):
         """Compiled or captured, and warmed up without a trace."""
-        made = make_executable(partial(update, *turn), device, "compile" in mode, "cudagraphs" in mode, **options)
+        made = make_executable(partial(update, *turn), device, "compile" in mode, "cudagraphs" in mode)
         with untouched(touched, device):
             for _ in range(WARMUP_CALLS if mode != "eager" else 0):
                 made()

@@ -27,8 +27,6 @@ CPU_OPTIONS = {
     "cpp.vec_isa_ok": True,
     # Builds kernels apart from the code that calls them, which took longer to compile and gains nothing from -O3.
     "cpp_wrapper_build_separate": True,
-    # tanh from one exp instead of SLEEF's: saves a sixth of a small update, for an absolute error of 2e-7.
-    "cpp.use_decompose_tanh": True,
 }
 
 
@@ -77,7 +75,8 @@ class CompiledStep:
             with torch._dynamo.config.patch(recompile_limit=limit, trace_autograd_ops=True):
                 result = self._first_call(*args)
             # Dynamo has one object for None. A graph that reads a .grad after setting it to None leaves a source on it,
-            # where the next function compiled in this process would look for its own None. (Seen in PyTorch 2.13.)
+            # where the next function compiled in this process would look for its own None. (pytorch/pytorch#194749,
+            # fixed in 2.15.)
             torch._dynamo.variables.ConstantVariable.create(None).source = None
             # Positions of the arguments and of the result among the graph's inputs and outputs.
             self._places = [(i, j) for i, arg in enumerate(args) for j, x in enumerate(self._inputs) if x is arg]
@@ -91,15 +90,13 @@ class CompiledStep:
         return None if self._result is None else outputs[self._result]
 
 
-def compile_options(device: torch.device, cpp_wrapper: bool = True, **changes) -> dict:
+def compile_options(device: torch.device, cpp_wrapper: bool = True) -> dict:
     """TorchInductor's options for ``device``.
 
     Args:
         cpp_wrapper: (CPU) call the kernels from C++ instead of Python, which pays off if there are many.
-        changes: (CPU) override CPU_OPTIONS.
     """
-    on_cpu = {"cpp_wrapper": cpp_wrapper, **CPU_OPTIONS, **changes}
-    return on_cpu if device.type == "cpu" else SAME_SAMPLES.copy()
+    return {"cpp_wrapper": cpp_wrapper, **CPU_OPTIONS} if device.type == "cpu" else SAME_SAMPLES.copy()
 
 
 def make_executable(

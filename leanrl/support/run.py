@@ -1,7 +1,6 @@
 """A training run: its directory, log points, progress, checkpoints, clock and summary."""
 
 import dataclasses
-import gc
 import importlib.metadata
 import json
 import math
@@ -259,10 +258,6 @@ class Run:
 
         If it is called again, say when learning starts, the time since the previous call counts as warm-up too.
         """
-        # Objects made so far live to the end, so the garbage collector need not visit all of PyTorch's again and again
-        # (1 % of compiled TD3's time).
-        gc.collect()
-        gc.freeze()
         synchronize_stream(self.device)
         if self._clock_start is not None:
             self.sps_before = self.sps()

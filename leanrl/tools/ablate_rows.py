@@ -90,7 +90,6 @@ def options(**changes) -> tuple[AbstractContextManager]:
 
 
 GUARDS = patch.object(executables, "CompiledStep", with_guards), patch("torch._dynamo.config.trace_autograd_ops", True)
-SLEEF = options(**{"cpp.use_decompose_tanh": False})
 NO_SUMS, DQN_NO_SUMS = ((patch.object(x, "mlp_as_sums", lambda network, x: network(x)),) for x in (ppo, dqn))
 LOOP, ATARI_LOOP = ((patch.object(script, "compute_gae", gae_by_loop),) for script in (ppo, atari))
 SYNC = (patch.object(ppo, "make_envs", sync_envs),)
@@ -136,8 +135,6 @@ ROWS = [
     row(PPO, "cpp_wrapper", "Python's wrapper of the policy step, not C++'s", *options(cpp_wrapper=True)),
     row(PPO, "cpp_wrapper", "C++'s wrapper of the update, not Python's", *options(cpp_wrapper=False)),
     row(PPO, "size_asserts", "no checks of the inputs' sizes", *options(size_asserts=True)),
-    row(PPO, "tanh", "decomposed tanh", *SLEEF),
-    row(PPO_64, "tanh", "decomposed tanh, 64 environments", *SLEEF),
     row(PPO, "sums", "policy as sums", *NO_SUMS),
     row(PPO, "environment", "SerialVectorEnv, not SyncVectorEnv", *SYNC),
     row(PPO, "normalization", "normalisation in the compiled step, not in wrappers", *WRAPPERS),
@@ -148,7 +145,6 @@ ROWS = [
     *(
         row(STARTUP, "startup", f"{name} {value}, cold cache", *without_option(name), is_start=True)
         for name, value in executables.CPU_OPTIONS.items()
-        if "tanh" not in name
     ),
     row(STARTUP, "startup", "C++'s wrapper of the update, cold cache", *options(cpp_wrapper=False), is_start=True),
     row(TD3, "td3_update", "compiled, not eager", both="", with_flags="--compile"),
