@@ -93,7 +93,7 @@ class Pool:
 class PolicyOfGames(nn.Module):
     """[B, 1] -> five actions of equal chances; the observation as the value [B]."""
 
-    def __init__(self, num_actions: int) -> None:
+    def __init__(self, num_actions: int, *_) -> None:
         nn.Module.__init__(self)
         self.logits = nn.Parameter(torch.zeros(num_actions))
         self.scale = nn.Parameter(torch.ones(()))
@@ -193,7 +193,7 @@ def test_the_loss_gets_what_the_games_gave(script, flags, monkeypatch, tmp_path)
 class SmallPolicy(nn.Module):
     """For Catch: float [B, 10, 5] -> distribution of 3 actions, value [B]."""
 
-    def __init__(self, num_actions: int) -> None:
+    def __init__(self, num_actions: int, *_) -> None:
         nn.Module.__init__(self)
         self.body = nn.Sequential(nn.Flatten(), nn.Linear(50, 64), nn.Tanh())
         self.actor, self.critic = nn.Linear(64, num_actions), nn.Linear(64, 1)
@@ -211,7 +211,7 @@ class SmallQNetwork(nn.Sequential):
         super().__init__(nn.Flatten(), *layers)
 
 
-def catch(env_id, num_envs, seed, protocol=None, *, start=0, first_index=0) -> EnvPoolVectorEnv:
+def catch(env_id, num_envs, seed, *_, start=0, first_index=0) -> EnvPoolVectorEnv:
     """Every tenth step only resets."""
     assert env_id == "Catch-v0"
     return EnvPoolVectorEnv(env_id, env_seeds(seed, num_envs, first_index, start), num_threads=1)

@@ -121,7 +121,7 @@ BAD_FLAGS_OFF_POLICY = [
     ["--buffer-size", str(10**12)],
 ]
 BAD_FLAGS_ATARI = [["--env-id", name] for name in ("HalfCheetah-v5", "Brekout-v5", "Catch-v0")]
-BAD_FLAGS_GROUPS = [["--num-env-groups", value] for value in ("0", "3")]  # 3 does not divide
+BAD_FLAGS_PPO = [["--frame-size", "35"], *[["--num-env-groups", value] for value in ("0", "3")]]  # 3 does not divide
 RATES = [[flag, value] for flag in ("--policy-lr", "--q-lr") for value in ("0.0", "nan")]
 CONTINUOUS = [["--env-id", "CartPole-v1"], ["--policy-frequency", "0"]]
 # The last one is --v-min.
@@ -154,7 +154,7 @@ def bad_flags(script):
     flags = [*BAD_FLAGS, *(BAD_FLAGS_OF_ALL if script in KINDS else []), *of(script, BAD_FLAGS_OF)]
     flags += BAD_FLAGS_ON_POLICY if script in ON_POLICY else BAD_FLAGS_OFF_POLICY
     flags += BAD_FLAGS_ATARI if script in ATARI else []
-    return flags + (BAD_FLAGS_GROUPS if script == "ppo_atari_envpool_torchcompile" else [])
+    return flags + (BAD_FLAGS_PPO if script == "ppo_atari_envpool_torchcompile" else [])
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
