@@ -2,7 +2,7 @@
 
 Papers: https://arxiv.org/abs/1802.01561 (IMPALA), https://arxiv.org/abs/2310.00036 (Cleanba, the source of
 flags and hyperparameters). What differs: rewards, dones and masks belong to the transition that their action caused,
-truncated episodes are bootstrapped, and the summed gradient does not depend on the number of learners. The runtime is
+truncated episodes are bootstrapped, and the summed gradient need not depend on the number of learners. The runtime is
 leanrl/sebulba/. Its sibling cleanba_ppo.py differs in targets, loss and update.
 
     python leanrl/cleanba_impala.py --env-id Breakout-v5                             # actor and learner on one device

@@ -2,13 +2,13 @@
 
 Papers: https://arxiv.org/abs/1707.06347 (PPO), https://arxiv.org/abs/2310.00036 (Cleanba, the source of flags
 and hyperparameters). What differs: rollouts carry the version of the parameters that produced them, minibatches are
-drawn at random within logical shards that do not depend on the layout, truncated episodes are bootstrapped, and steps
+drawn at random within shards that need not depend on the layout, truncated episodes are bootstrapped, and steps
 that only reset an environment are left out of the loss. The runtime is leanrl/sebulba/.
 
     python leanrl/cleanba_ppo.py --env-id Breakout-v5                                # actor and learner on one device
     python leanrl/cleanba_ppo.py --actor-device-ids 0 --learner-device-ids 1 2 --policy-lag 1   # act while others learn
     python leanrl/cleanba_ppo.py --env-id CartPole-v1 --device cpu --learner-device-ids 0 1 --total-timesteps 500000
-    python leanrl/cleanba_ppo.py --env-id HalfCheetah-v4 --device cpu --local-num-envs 4 --num-steps 256 \\
+    python leanrl/cleanba_ppo.py --env-id HalfCheetah-v5 --device cpu --local-num-envs 4 --num-steps 256 \\
         --num-minibatches 32 --update-epochs 10 --learning-rate 3e-4 --clip-coef 0.2 --ent-coef 0 \\
         --total-timesteps 1000000                                                    # continuous actions
     torchrun --nproc-per-node 2 leanrl/cleanba_ppo.py --learner-device-ids 0 1 --compile

@@ -47,7 +47,7 @@ from leanrl.support.run import Run, seed_everything
 @dataclass
 class Args(RunArgs):
     env_id: str = "CartPole-v1"
-    """Gymnasium environment with discrete actions and a vector of numbers as observation"""
+    """environment with discrete actions and a vector of numbers as observation"""
     total_timesteps: int = 500_000
     """environment steps of the whole run, rounded down to a multiple of --num-envs"""
     seed: int = 1

@@ -53,7 +53,7 @@ from leanrl.support.run import Run, seed_everything
 @dataclass
 class Args(RunArgs):
     env_id: str = "HalfCheetah-v5"
-    """Gymnasium environment with continuous actions; Dict observations are flattened in the order of their keys"""
+    """environment with continuous actions; Dict observations are flattened in the order of their keys"""
     total_timesteps: int = 1_000_000
     """environment steps of the whole run, rounded down to a multiple of --num-envs"""
     seed: int = 1
@@ -342,9 +342,9 @@ def make_acting(actor: Actor, obs_moments: RunningMoments, replay: Replay, last:
     """What happens between two environment steps, before and after the updates.
 
     Returns:
-        ``observe(timestep)``: writes a transition to the replay, and adds its next observation to the
-        moments; ``timestep``
-        [N, obs_dim + 3], the rows of a TimestepBuffer, is what the environments returned for ``last.actions``;
+        ``observe(timestep)``: writes a transition to the replay, and adds its next observation to the moments;
+        ``timestep`` [N, obs_dim + 3], the rows of a TimestepBuffer, is what the environments returned for
+        ``last.actions``;
         ``act()``: actions [N, action_dim] sampled from the policy;
         ``explore()``: random actions instead.
     """

@@ -47,7 +47,7 @@ from leanrl.support.run import Run, seed_everything
 @dataclass
 class Args(RunArgs):
     env_id: str = "HalfCheetah-v5"
-    """Gymnasium environment with continuous actions; Dict observations are flattened in the order of their keys"""
+    """environment with continuous actions; Dict observations are flattened in the order of their keys"""
     total_timesteps: int = 1_000_000
     """environment steps of the whole run, rounded down to a multiple of --num-envs"""
     seed: int = 1

@@ -165,7 +165,7 @@ class Collectives:
         return total
 
     def gather_signs(self, sign: Sequence[int]) -> list[Sequence[int]]:
-        """The ``sign`` of every learner, a few integers each, on all learners."""
+        """The ``sign`` of every learner (a few integers: stop request, checksum), on all learners."""
         if self._learners is None:
             return [sign]
         message = torch.tensor(sign, dtype=torch.int64, device=self._device)
