@@ -253,8 +253,7 @@ def test_what_is_no_run_directory(tmp_path, refusal):
     for path in (tmp_path / "nowhere", tmp_path):
         assert "args.json: No such file or directory" in refusal(evaluate, path)
     (tmp_path / "args.json").write_text("{}")
-    assert "args.json" in refusal(evaluate, tmp_path)
-    assert "args.json" in refusal(evaluate, tmp_path / "args.json")
+    assert all("args.json" in refusal(evaluate, path) for path in (tmp_path, tmp_path / "args.json"))
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", b"PK\x03\x04 torn"])

@@ -19,8 +19,11 @@ def finished(label, seed, seconds, cache="warm", ended=60.0, failure=None):
     return {"label": label, "cache": cache, "seed": seed, "reached": seconds, "ended": ended, "failure": failure}
 
 
-REACHED = {(): None, (100,): None, (0, 100): None, (100, 0, 100, 0): None}
-REACHED |= {(100, 0, 100, 100): 30.0, (99.9, 100, 101, 0, 0): 20.0}
+REACHED = {
+    (100, 0, 100, 100): 30.0,
+    (99.9, 100, 101, 0, 0): 20.0,
+    **dict.fromkeys([(), (100,), (0, 100), (100, 0) * 2]),
+}
 
 
 @pytest.mark.parametrize(("means", "seconds"), REACHED.items())
@@ -61,11 +64,14 @@ def test_bad_input_is_one_line(monkeypatch, refusal, argv, said):
     assert said in refusal(speedrun, *argv)
 
 
+@pytest.mark.parametrize("bf16_units", [True, False])
 @pytest.mark.parametrize("task", TASKS)
-def test_every_holder_can_run(monkeypatch, task):
+def test_every_holder_can_run(monkeypatch, task, bf16_units):
     monkeypatch.setattr("leanrl.support.devices.has_compiler", lambda _: True)
-    (holder,) = chosen(TASKS[task], speedrun.Args(task))
+    monkeypatch.setattr(speedrun, "has_bf16_units", lambda: bf16_units)
+    (holder,) = chosen(TASKS[task], speedrun.Args(task, script_args=("--device=cpu",)))
     assert f"--env-id={TASKS[task].env_id}" in holder.command
+    assert ("bf16" in holder.command) == (bf16_units and "bf16" in TASKS[task].holder)
 
 
 def test_a_real_run(monkeypatch, tmp_path):

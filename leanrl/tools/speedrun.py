@@ -32,6 +32,7 @@ import torch
 import tyro
 from tqdm import tqdm
 
+from leanrl.support.devices import has_bf16_units
 from leanrl.support.errors import bad
 from leanrl.support.evaluation import play
 from leanrl.support.run import write_json_atomically
@@ -59,7 +60,8 @@ class Task(NamedTuple):
     """that the holder is expected to take"""
 
 
-FAST_SAC = "fast_sac_torchcompile:compile --amp bf16 --env-backend envpool"
+BF16 = " --amp bf16"
+FAST_SAC = f"fast_sac_torchcompile:compile{BF16} --env-backend envpool"
 PQN = (
     "pqn_torchcompile:eager --env-backend envpool --num-envs 32 --num-steps 64 --num-minibatches 16 --update-epochs 2"
     " --learning-rate 2e-3 --q-lambda 0.95 --end-e 0.2 --exploration-fraction 0.1 --total-timesteps 200000"
@@ -68,7 +70,7 @@ PPO = (
     "ppo_continuous_action_torchcompile:compile --env-backend envpool --num-envs 8 --num-steps 256"
     " --learning-rate 7e-4 --update-epochs 6"
 )
-PPO_ATARI = "ppo_atari_envpool_torchcompile:compile --amp bf16"
+PPO_ATARI = f"ppo_atari_envpool_torchcompile:compile{BF16}"
 TASKS = {
     "cartpole": Task("CartPole-v1", 475, PQN, 10),
     "cheetah5k": Task("HalfCheetah-v5", 5_000, FAST_SAC, 50),
@@ -133,11 +135,15 @@ def main(args: Args) -> int:
 
 
 def chosen(task: Task, args: Args) -> list[trials.Contender]:
-    """The task's record holder and ``--contenders``, with the flags for all. UsageError for what cannot run."""
-    entries = [task.holder, *args.contenders]
+    """The task's record holder and ``--contenders``, with the flags for all. UsageError for what cannot run.
+
+    The holder runs in float32 where bf16 would be slower.
+    """
+    device = trials.target_device(args.script_args)
+    has_bf16 = device.type == "cuda" or has_bf16_units()
+    entries = [task.holder if has_bf16 else task.holder.replace(BF16, ""), *args.contenders]
     for words in (args.script_args, *(entry.split()[1:] for entry in entries)):
         trials.check_flags(words, OWN_FLAGS)
-    device = trials.target_device(args.script_args)
     flags = [f"--env-id={task.env_id}", "--checkpoint-every=None", f"--snapshot-seconds={task.seconds / SNAPSHOTS}"]
     contenders = trials.contenders_of(entries, "contenders", device, [*flags, *args.script_args])
     for contender in contenders:
