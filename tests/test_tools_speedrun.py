@@ -19,11 +19,8 @@ def finished(label, seed, seconds, cache="warm", ended=60.0, failure=None):
     return {"label": label, "cache": cache, "seed": seed, "reached": seconds, "ended": ended, "failure": failure}
 
 
-REACHED = {
-    (100, 0, 100, 100): 30.0,
-    (99.9, 100, 101, 0, 0): 20.0,
-    **dict.fromkeys([(), (100,), (0, 100), (100, 0) * 2]),
-}
+REACHED = {(): None, (100,): None, (0, 100): None, (100, 0, 100, 0): None}
+REACHED |= {(100, 0, 100, 100): 30.0, (99.9, 100, 101, 0, 0): 20.0}
 
 
 @pytest.mark.parametrize(("means", "seconds"), REACHED.items())
