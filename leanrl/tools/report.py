@@ -64,7 +64,7 @@ HEADLINE = {
 COLUMNS = {"SB3": "sb3:", "SBX": "sbx:", "our eager reference": "", "fast variant, eager": "_torchcompile"}
 COLUMNS |= {f"`{flags}`": f"_torchcompile {flags}" for flags in ("--compile", "--compile --amp bf16")}
 """The columns of the README's table: how labels of a peer begin, or what follows the reference's name in ours."""
-OVERVIEW = Path("doc", "artifacts", "overview.png")
+OVERVIEW, SPEEDRUNS = (Path("doc", "artifacts", name) for name in ("overview.png", "speedruns.png"))
 
 BOOKKEEPING = {"checkpoints", "cli", "errors", "evaluation", "hub", "run", "signals", "tracking"}
 """Modules of leanrl/support that do not affect speed."""
@@ -332,6 +332,10 @@ def main(args: Args, root: Path = REPOSITORY) -> int:
             page.write_text(text)
             if "report: headline" in text:
                 overview(root).savefig(root / OVERVIEW, dpi=110)
+    # Of two records of a task, the first.
+    runs = {record["task"]: record for record in reversed(used.values()) if record["tool"] == "speedrun"}
+    if runs and not args.check:
+        speedrun.draw(*(runs[task] for task in speedrun.TASKS if task in runs)).savefig(root / SPEEDRUNS, dpi=100)
     for name, record in used.items() if args.check else ():
         if commits_of(record) and (files := changed_since(record)):
             changed = ", ".join(sorted({Path(file).stem for file in files}))

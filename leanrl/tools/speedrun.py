@@ -242,24 +242,27 @@ def title(record: dict) -> str:
     return f"{record['env_id']} to {record['target']:,}, {common.describe_machine(record['machine'])}"
 
 
-def draw(record: dict):
-    """The figure: evaluated return against wall clock, a line per run, a panel per cache."""
-    caches = list(dict.fromkeys(run["cache"] for run in record["runs"]))
-    colors = dict(zip(dict.fromkeys(run["label"] for run in record["runs"]), itertools.cycle(common.COLORS[1:])))
-    figure = common.new_figure(7 * len(caches) + 1, 5)
-    panels = figure.subplots(1, len(caches), squeeze=False, sharex=True, sharey=True)[0]
-    for axes, cache in zip(panels, caches, strict=True):
+def draw(*records: dict):
+    """The figure: evaluated return against wall clock, a line per run, a panel per task and cache."""
+    panels = [(record, cache) for record in records for cache in dict.fromkeys(run["cache"] for run in record["runs"])]
+    columns = min(3, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    figure = common.new_figure(5.5 * columns, 4 * rows)
+    for axes, (record, cache) in zip(figure.subplots(rows, columns, squeeze=False).flat, panels, strict=False):
+        colors = dict(zip(dict.fromkeys(run["label"] for run in record["runs"]), itertools.cycle(common.COLORS[1:])))
         for run in (run for run in record["runs"] if run["cache"] == cache):
             points = [(snapshot["seconds"], statistics.fmean(snapshot["returns"])) for snapshot in run["snapshots"]]
             axes.plot(*np.reshape(points, (-1, 2)).T, ".-", color=colors[run["label"]])
         axes.axhline(record["target"], color="black", linestyle="--", linewidth=1)
-        axes.set_title(f"Mean return of {EPISODES} episodes, {cache} cache", loc="left")
+        axes.set_title(f"{record['env_id']} to {record['target']:,}, {cache} cache", loc="left")
         axes.set_xlabel("seconds of wall clock since the process started")
         axes.set_xlim(left=0)
+        lines = [axes.plot([], [], color=color, label=label)[0] for label, color in colors.items()]
+        axes.legend(handles=lines, loc="lower right", fontsize=8)
         common.clean(axes)
-    figure.suptitle(title(record), fontsize=11)
-    lines = [axes.plot([], [], color=color, label=label)[0] for label, color in colors.items()]
-    figure.legend(handles=lines, loc="outside lower center", frameon=False)
+    figure.suptitle(
+        f"Mean return of {EPISODES} episodes, {common.describe_machine(records[0]['machine'])}", fontsize=11
+    )
     return figure
 
 
