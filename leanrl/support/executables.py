@@ -21,8 +21,6 @@ if torch.__version__ < (2, 13):
     SAME_SAMPLES |= {"reorder_for_peak_memory": False, "reorder_for_locality": False}
 CPU_OPTIONS = {
     **SAME_SAMPLES,
-    # PyTorch 2.11 writes the check of a masked gather (IMPALA's) in C++ that does not compile.
-    "assert_indirect_indexing": torch.__version__ >= (2, 13),
     # A CompiledStep's inputs keep their sizes, so a check on every call would be wasted.
     "size_asserts": False,
     # Skips trial builds that check for AVX-512: a compiler that can build PyTorch's C++20 headers supports it.
@@ -30,6 +28,8 @@ CPU_OPTIONS = {
     # Builds kernels apart from the code that calls them, which took longer to compile and gains nothing from -O3.
     "cpp_wrapper_build_separate": True,
 }
+if torch.__version__ < (2, 13):  # 2.11 checks the indices of IMPALA's masked gather in C++ that does not compile
+    CPU_OPTIONS["assert_indirect_indexing"] = False
 
 
 class CompiledStep:

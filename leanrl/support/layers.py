@@ -90,8 +90,7 @@ class ChannelsLastLinear(nn.Linear):
 def interleaved(images: torch.Tensor) -> torch.Tensor:
     """uint8 [B, 4, H, W] in channels_last: each pixel is written as one integer, which is faster than as four bytes."""
     first, second, third, fourth = images.int().unbind(1)
-    pixels = first | second << 8 | third << 16 | fourth << 24
-    return pixels.view(torch.uint8).unflatten(-1, (-1, 4)).movedim(-1, 1)
+    return (first | second << 8 | third << 16 | fourth << 24).view(torch.uint8).unflatten(-1, (-1, 4)).movedim(-1, 1)
 
 
 def mlp_as_sums(network: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
