@@ -50,8 +50,8 @@ class Args(RunArgs):
     num_threads: int | None = None
     """CPU threads of PyTorch; by default all cores"""
 
-    frame_size: int = 84
-    """height and width of the frames that the network sees"""
+    channels: int = 32
+    """channels of the first convolution; the layers after it have 2, 2 and 16 times as many"""
     learning_rate: float = 2.5e-4
     """learning rate of Adam"""
     num_envs: int = 8
@@ -87,8 +87,7 @@ class Args(RunArgs):
 def validate(args: Args) -> None:
     """Raises UsageError on the first argument that cannot work."""
     require_at_least(args, 1, "total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs")
-    require_at_least(args, 1, "num_threads", "checkpoint_every")
-    require_at_least(args, 36, "frame_size")
+    require_at_least(args, 1, "num_threads", "checkpoint_every", "channels")
     require_at_least(args, 0, "seed", "clip_coef", "ent_coef", "vf_coef", "target_kl")
     require_positive(args, "learning_rate", "max_grad_norm", "max_seconds", "snapshot_seconds")
     require_unit_interval(args, "gamma", "gae_lambda")
@@ -113,24 +112,23 @@ def layer_init(layer: nn.Module, std: float = np.sqrt(2), bias_const: float = 0.
 class Agent(nn.Module):
     """The network of https://doi.org/10.1038/nature14236, shared by the policy and value heads."""
 
-    def __init__(self, num_actions: int, frame_size: int = 84) -> None:
+    def __init__(self, num_actions: int, channels: int = 32) -> None:
         super().__init__()
-        side = (frame_size // 4 - 7) // 2  # of the last convolution's output
         self.network = nn.Sequential(
-            layer_init(nn.Conv2d(4, 32, 8, stride=4)),
+            layer_init(nn.Conv2d(4, channels, 8, stride=4)),
             nn.ReLU(),
-            layer_init(nn.Conv2d(32, 64, 4, stride=2)),
+            layer_init(nn.Conv2d(channels, 2 * channels, 4, stride=2)),
             nn.ReLU(),
-            layer_init(nn.Conv2d(64, 64, 3, stride=1)),
+            layer_init(nn.Conv2d(2 * channels, 2 * channels, 3, stride=1)),
             nn.ReLU(),
-            layer_init(ChannelsLastLinear(64 * side**2, 512)),
+            layer_init(ChannelsLastLinear(2 * channels * 7 * 7, 16 * channels)),
             nn.ReLU(),
         )
-        self.actor = layer_init(nn.Linear(512, num_actions), std=0.01)
-        self.critic = layer_init(nn.Linear(512, 1), std=1.0)
+        self.actor = layer_init(nn.Linear(16 * channels, num_actions), std=0.01)
+        self.critic = layer_init(nn.Linear(16 * channels, 1), std=1.0)
 
     def forward(self, obs: torch.Tensor) -> tuple[Categorical, torch.Tensor]:
-        """uint8 [B, 4, S, S] -> distribution of the actions [B], value [B]"""
+        """uint8 [B, 4, 84, 84] -> distribution of the actions [B], value [B]"""
         hidden = self.network(obs / 255.0)
         # In bf16 a value would have only three significant digits.
         with torch.autocast(obs.device.type, enabled=False):
@@ -317,11 +315,11 @@ def policy_step(agent: Agent, rollout: Rollout, step: int, obs: torch.Tensor, ar
 
 
 def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
-    """The policy of a saved model: observations uint8 [N, 4, S, S] -> actions [N], sampled as in training.
+    """The policy of a saved model: observations uint8 [N, 4, 84, 84] -> actions [N], sampled as in training.
 
     The most likely action alone can do nothing for ever, say before Breakout's next ball.
     """
-    agent = Agent(int(envs.single_action_space.n), envs.single_observation_space.shape[-1])
+    agent = Agent(int(envs.single_action_space.n), len(model["agent"]["network.0.bias"]))
     agent.load_state_dict(model["agent"])
     generator = torch.Generator().manual_seed(0)
 
@@ -344,13 +342,12 @@ def main(args: Args) -> None:
         keep_freed_memory()
     batch_size = args.num_envs * args.num_steps
     num_iterations = args.total_timesteps // batch_size
-    start = resumed_step(args.resume)
-    envs = make_atari_envs(args.env_id, args.num_envs, args.seed, PROTOCOL, args.frame_size, start=start)
+    envs = make_atari_envs(args.env_id, args.num_envs, args.seed, PROTOCOL, start=resumed_step(args.resume))
     if args.capture_video:
         require_video(args.env_id, "envpool")
 
     seed_everything(args.seed)
-    agent = Agent(int(envs.single_action_space.n), args.frame_size).to(device, memory_format=torch.channels_last)
+    agent = Agent(int(envs.single_action_space.n), args.channels).to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
     next_obs = torch.from_numpy(envs.reset()[0]).to(device)
     rollout = Rollout.allocate(next_obs, args)

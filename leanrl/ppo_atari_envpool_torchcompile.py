@@ -76,8 +76,8 @@ class Args(RunArgs):
     num_env_groups: int = 1
     """groups of environments that are stepped in turn: one steps while another's actions are computed"""
 
-    frame_size: int = 84
-    """height and width of the frames that the network sees"""
+    channels: int = 32
+    """channels of the first convolution; the layers after it have 2, 2 and 16 times as many"""
     learning_rate: float = 2.5e-4
     """learning rate of Adam"""
     num_envs: int = 8
@@ -113,8 +113,7 @@ class Args(RunArgs):
 def validate(args: Args) -> None:
     """Raises UsageError on the first argument that cannot work."""
     require_at_least(args, 1, "total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs")
-    require_at_least(args, 1, "num_threads", "num_env_groups", "checkpoint_every")
-    require_at_least(args, 36, "frame_size")
+    require_at_least(args, 1, "num_threads", "num_env_groups", "checkpoint_every", "channels")
     require_at_least(args, 0, "seed", "clip_coef", "ent_coef", "vf_coef", "target_kl")
     require_positive(args, "learning_rate", "max_grad_norm", "max_seconds", "snapshot_seconds")
     require_unit_interval(args, "gamma", "gae_lambda")
@@ -141,24 +140,23 @@ def layer_init(layer: nn.Module, std: float = np.sqrt(2), bias_const: float = 0.
 class Agent(nn.Module):
     """The network of https://doi.org/10.1038/nature14236, shared by the policy and value heads."""
 
-    def __init__(self, num_actions: int, frame_size: int = 84) -> None:
+    def __init__(self, num_actions: int, channels: int = 32) -> None:
         super().__init__()
-        side = (frame_size // 4 - 7) // 2  # of the last convolution's output
         self.network = nn.Sequential(
-            layer_init(nn.Conv2d(4, 32, 8, stride=4)),
+            layer_init(nn.Conv2d(4, channels, 8, stride=4)),
             nn.ReLU(),
-            layer_init(nn.Conv2d(32, 64, 4, stride=2)),
+            layer_init(nn.Conv2d(channels, 2 * channels, 4, stride=2)),
             nn.ReLU(),
-            layer_init(nn.Conv2d(64, 64, 3, stride=1)),
+            layer_init(nn.Conv2d(2 * channels, 2 * channels, 3, stride=1)),
             nn.ReLU(),
-            layer_init(ChannelsLastLinear(64 * side**2, 512)),
+            layer_init(ChannelsLastLinear(2 * channels * 7 * 7, 16 * channels)),
             nn.ReLU(),
         )
-        self.actor = layer_init(nn.Linear(512, num_actions), std=0.01)
-        self.critic = layer_init(nn.Linear(512, 1), std=1.0)
+        self.actor = layer_init(nn.Linear(16 * channels, num_actions), std=0.01)
+        self.critic = layer_init(nn.Linear(16 * channels, 1), std=1.0)
 
     def forward(self, obs: torch.Tensor) -> tuple[Categorical, torch.Tensor]:
-        """uint8 [B, 4, S, S] -> distribution of the actions [B], value [B]"""
+        """uint8 [B, 4, 84, 84] -> distribution of the actions [B], value [B]"""
         hidden = self.network(obs / 255.0)
         # In bf16 a value would have only three significant digits.
         with torch.autocast(obs.device.type, enabled=False):
@@ -380,11 +378,11 @@ def make_policy_step(agent: Agent, rollout: Rollout, noise: torch.Tensor, args: 
 
 
 def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
-    """The policy of a saved model: observations uint8 [N, 4, S, S] -> actions [N], sampled as in training.
+    """The policy of a saved model: observations uint8 [N, 4, 84, 84] -> actions [N], sampled as in training.
 
     The most likely action alone can do nothing for ever, say before Breakout's next ball.
     """
-    agent = Agent(int(envs.single_action_space.n), envs.single_observation_space.shape[-1])
+    agent = Agent(int(envs.single_action_space.n), len(model["agent"]["network.0.bias"]))
     agent.load_state_dict(model["agent"])
     generator = torch.Generator().manual_seed(0)
 
@@ -462,9 +460,7 @@ def main(args: Args) -> None:
     groups = [slice(first, first + group_size) for first in range(0, args.num_envs, group_size)]
     start = resumed_step(args.resume)
     pools = [
-        make_atari_envs(
-            args.env_id, group_size, args.seed, PROTOCOL, args.frame_size, start=start, first_index=group.start
-        )
+        make_atari_envs(args.env_id, group_size, args.seed, PROTOCOL, start=start, first_index=group.start)
         for group in groups
     ]
     if args.capture_video:
@@ -472,7 +468,7 @@ def main(args: Args) -> None:
     num_actions = int(pools[0].single_action_space.n)
 
     seed_everything(args.seed)
-    agent = Agent(num_actions, args.frame_size).to(device, memory_format=torch.channels_last)
+    agent = Agent(num_actions, args.channels).to(device, memory_format=torch.channels_last)
     optimizer = Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
     next_obs = [pool.reset()[0] for pool in pools]
     obs = torch.from_numpy(next_obs[0]).to(device)

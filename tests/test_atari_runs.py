@@ -211,7 +211,7 @@ class SmallQNetwork(nn.Sequential):
         super().__init__(nn.Flatten(), *layers)
 
 
-def catch(env_id, num_envs, seed, *_, start=0, first_index=0) -> EnvPoolVectorEnv:
+def catch(env_id, num_envs, seed, protocol=None, *, start=0, first_index=0) -> EnvPoolVectorEnv:
     """Every tenth step only resets."""
     assert env_id == "Catch-v0"
     return EnvPoolVectorEnv(env_id, env_seeds(seed, num_envs, first_index, start), num_threads=1)

@@ -121,7 +121,7 @@ BAD_FLAGS_OFF_POLICY = [
     ["--buffer-size", str(10**12)],
 ]
 BAD_FLAGS_ATARI = [["--env-id", name] for name in ("HalfCheetah-v5", "Brekout-v5", "Catch-v0")]
-BAD_FLAGS_PPO = [["--frame-size", "35"], *[["--num-env-groups", value] for value in ("0", "3")]]  # 3 does not divide
+BAD_FLAGS_PPO = [["--channels", "0"], *[["--num-env-groups", value] for value in ("0", "3")]]  # 3 does not divide
 RATES = [[flag, value] for flag in ("--policy-lr", "--q-lr") for value in ("0.0", "nan")]
 CONTINUOUS = [["--env-id", "CartPole-v1"], ["--policy-frequency", "0"]]
 # The last one is --v-min.

@@ -33,7 +33,7 @@ def trained(script, tmp_path_factory):
     """A tiny training run on Hopper, CartPole or Breakout, whose episodes are short, with its model."""
     folder = tmp_path_factory.mktemp("trained")
     flags = ["--total-timesteps=512", "--save-model", "--runs-dir", folder, "--run-name=a"]
-    assert run(script, *tiny(script), *flags, *["--frame-size=56"] * script.startswith("ppo_atari")) == 0
+    assert run(script, *tiny(script), *flags, *["--channels=8"] * script.startswith("ppo_atari")) == 0
     return folder / "a"
 
 
@@ -175,11 +175,11 @@ def play_pool_by_hand(pool, policy, episodes: int) -> list[float]:
 @pytest.mark.parametrize("script", with_long(ATARI), indirect=True)
 def test_scores_are_those_of_whole_games_by_hand(script, trained):
     """No lost life ends a game, rewards are the console's, actions are the policy's samples."""
-    side = 56 if script.startswith("ppo") else 84
-    options = {"noop_max": 30, "episodic_life": True, "img_height": side, "img_width": side}
-    pool = envpool.make("Breakout-v5", env_type="gymnasium", num_envs=1, seed=[evaluation_seed(4)], **options)
-    spaces = SimpleNamespace(single_action_space=pool.action_space, single_observation_space=pool.observation_space)
-    policy = importlib.import_module(f"leanrl.{script}").load_policy(evaluation.load_model(trained)["model"], spaces)
+    seeds = [evaluation_seed(4)]
+    pool = envpool.make("Breakout-v5", env_type="gymnasium", num_envs=1, seed=seeds, noop_max=30, episodic_life=True)
+    model = evaluation.load_model(trained)["model"]
+    spaces = SimpleNamespace(single_action_space=pool.action_space)
+    policy = importlib.import_module(f"leanrl.{script}").load_policy(model, spaces)
     assert evaluation.play(trained, 2, seed=4) == play_pool_by_hand(pool, policy, 2)
 
 

@@ -45,7 +45,7 @@ PROTOCOLS = {"cleanba": CLEANBA, "cleanrl": CLEANRL}
 
 
 class AtariVectorEnv(EnvPoolVectorEnv):
-    """EnvPool's Atari games: observations uint8 [N, 4, S, S], the newest frame last."""
+    """EnvPool's Atari games: observations uint8 [N, 4, 84, 84], the newest frame last."""
 
     # The console runs at 60 frames per second, and the agent sees every fourth.
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP, "render_fps": 15}
@@ -86,9 +86,7 @@ def atari_games() -> list[str]:
     return sorted(name for name, module in envpool_envs().items() if module == "envpool.atari")
 
 
-def make_atari_envs(
-    env_id: str, num_envs: int, seed: int, protocol: AtariProtocol, frame_size: int = 84, **options
-) -> AtariVectorEnv:
+def make_atari_envs(env_id: str, num_envs: int, seed: int, protocol: AtariProtocol, **options) -> AtariVectorEnv:
     """A synchronous pool of one Atari game; the same seed gives the same games.
 
     Args:
@@ -96,7 +94,6 @@ def make_atari_envs(
         num_envs: environments in this pool.
         seed: the run's; each environment derives its own (``env_seeds``).
         protocol: how the game is played.
-        frame_size: S, to which the console's frames of 210 x 160 are scaled, averaging the pixels of an area.
         options: passed on to ``make_envs``: ``start``, ``first_index``, ``num_threads``, ``render_mode`` ...
 
     Raises:
@@ -106,5 +103,4 @@ def make_atari_envs(
     if env_id not in known:
         hint = near_names(env_id.replace("NoFrameskip-v4", "-v5"), known) or "; they are named as in Breakout-v5"
         raise bad("env_id", env_id, f"is not an Atari game of EnvPool{hint}")
-    options |= {"img_height": frame_size, "img_width": frame_size, **protocol._asdict()}
-    return make_envs(env_id, num_envs, seed, "envpool", pool_type=AtariVectorEnv, **options)
+    return make_envs(env_id, num_envs, seed, "envpool", pool_type=AtariVectorEnv, **protocol._asdict(), **options)

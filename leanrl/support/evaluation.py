@@ -134,7 +134,7 @@ def make_evaluation_envs(args: dict, seed: int, rendering: bool, protocol: Atari
         backend = require_video(env_id, backend)
         options["render_mode"] = "rgb_array"
     if protocol is not None:
-        return make_atari_envs(env_id, 1, seed, protocol, args.get("frame_size", 84), **options)
+        return make_atari_envs(env_id, 1, seed, protocol, **options)
     return make_envs(env_id, 1, seed, backend, **options)
 
 
