@@ -84,8 +84,11 @@ def test_what_fails_is_told_and_ctrl_c_keeps_what_was_measured(monkeypatch, caps
     assert {line["row"] for line in record["rows"]} == {"startup"}
 
 
-def test_groups_stand_for_their_rows():
-    assert ablate.expand(ablate.Args().rows) == ROWS
+def test_groups_stand_for_their_rows(monkeypatch):
+    assert "td3_bf16" in {row.name for row in ablate.expand(["td3_bf16"])}
+    for units in (True, False):
+        monkeypatch.setattr(ablate, "has_bf16_units", lambda units=units: units)
+        assert ablate.expand(ablate.Args().rows) == [row for row in ROWS if units or "bf16" not in row.trick]
     assert [row.name for row in ablate.expand(["dqn", "sums", "dqn_sums"])] == ["sums", "dqn_update", "dqn_sums"]
 
 

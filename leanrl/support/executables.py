@@ -28,7 +28,7 @@ CPU_OPTIONS = {
     # Builds kernels apart from the code that calls them, which took longer to compile and gains nothing from -O3.
     "cpp_wrapper_build_separate": True,
 }
-if torch.__version__ < (2, 13):  # 2.11 checks the indices of IMPALA's masked gather in C++ that does not compile
+if torch.__version__ < (2, 13):  # the check of IMPALA's masked gather does not compile (pytorch/pytorch#187335)
     CPU_OPTIONS["assert_indirect_indexing"] = False
 
 

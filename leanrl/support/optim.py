@@ -32,8 +32,7 @@ class Traceable(torch.optim.Optimizer):
         self.params = group["params"]
         device = self.params[0].device
         # float64, because early in training 1 - 0.999 ** step has only four digits in float32. Shape [1], because
-        # TorchInductor takes a 0-d float64 or int64 CPU tensor for a Python number and loses what is written to it.
-        # (PyTorch 2.13 does; 2.15 does not.)
+        # TorchInductor before 2.15 takes a 0-d float64 CPU tensor for a Python number and loses what is written to it.
         self.lr = group["lr"] = torch.tensor([lr], dtype=torch.float64, device=device)
         # All are equal; PyTorch's optimisers count steps per parameter.
         self.num_steps = torch.zeros(len(self.params), 1, dtype=torch.float64, device=device)

@@ -18,11 +18,11 @@ from types import SimpleNamespace
 import torch
 from tqdm import tqdm
 
-from leanrl.support.devices import resolve_device
+from leanrl.support.devices import has_bf16_units, resolve_device
 from leanrl.support.envs import near_names
 from leanrl.support.errors import bad, require_at_least
 from leanrl.tools import common
-from leanrl.tools.ablate_rows import ROWS, Row
+from leanrl.tools.ablate_rows import BF16, ROWS, Row
 from leanrl.tools.trials import Contender, end_of, require_distinct, rounds_of, run_trial
 
 GROUPS = tuple(dict.fromkeys(row.group for row in ROWS))
@@ -37,12 +37,17 @@ class Args(common.OutArgs):
 
 
 def expand(names: Sequence[str]) -> list[Row]:
-    """The rows named directly or by group; UsageError for an unknown name."""
+    """The rows named directly or by group; UsageError for an unknown name.
+
+    A group's rows in bf16 are left out on a processor without units for it.
+    """
     known = list(dict.fromkeys([*GROUPS, *(row.name for row in ROWS)]))
     for name in names:
         if name not in known:
             raise bad("rows", name, f"no such row{near_names(name, known) or '; there are ' + ', '.join(known)}")
-    return [row for row in ROWS if {row.group, row.name} & {*names}]
+    bf16_units = has_bf16_units()
+    fitting = [row for row in ROWS if bf16_units or BF16 not in row.flags + row.with_flags]
+    return [row for row in ROWS if row.name in names or (row.group in names and row in fitting)]
 
 
 def measure(row: Row, repeats: int, report=lambda line: None) -> dict:

@@ -103,6 +103,7 @@ WRAPPERS = (
 ALL_CORES = (patch.object(torch, "set_num_threads", lambda number: None),)
 TWO_PRODUCTS = (patch.object(TwinLinear, "forward", two_products),)
 MKL = (patch.object(devices, "use_onednn_products", lambda: None),)
+BYTES = (patch.object(atari, "interleaved", lambda images: images),)
 GIVEN_BACK = (patch.object(atari, "keep_freed_memory", lambda: None),)
 
 
@@ -162,6 +163,7 @@ ROWS = [
     row(ATARI, "atari_memory", "freed memory kept", *GIVEN_BACK),
     row(ATARI, "atari_bf16", "--amp bf16, not float32", with_flags=BF16),
     row(ATARI, "atari_gae", "GAE by a scan", *ATARI_LOOP),
+    row(ATARI, "atari_bytes", "frames copied four bytes at a time", *BYTES),
     row(ATARI, "atari_groups", "two groups of environments in turn", with_flags="--num-env-groups=2"),
     row(ATARI, "atari_acting_thread", f"acting on 1 thread, not {CORES}", *ALL_CORES),
     row(ATARI, "atari_threads", f"{CORES} threads, not 1", without_flags="--num-threads=1"),
