@@ -11,7 +11,7 @@ leanrl/sebulba/. Its sibling cleanba_ppo.py differs in targets, loss and update.
     torchrun --nproc-per-node 2 leanrl/cleanba_impala.py --learner-device-ids 0 1 --compile
 
 Layouts, launching and failures: doc/distributed.md
-Measured speed and learning curves: doc/benchmarks/cleanba.md
+Learning: doc/benchmarks/cleanba.md
 """
 
 from collections.abc import Callable, Sequence
@@ -76,7 +76,7 @@ class Args(SebulbaArgs):
     num_minibatches: int = 4
     """optimiser steps per rollout, each on a part of the environments of every shard"""
     gradient_accumulation_steps: int = 1
-    """parts of a minibatch, computed one after the other to save memory"""
+    """slices of a minibatch, computed one after the other to save memory"""
     rho_bar: float = 1.0
     """rho-bar: truncates the importance weights of the temporal differences"""
     c_bar: float = 1.0
@@ -106,7 +106,7 @@ def validate(args: Args) -> None:
 
 
 def validate_shards(args: Args, layout: Layout) -> None:
-    """Raises UsageError unless a shard's environments divide into minibatches, and those into parts to accumulate."""
+    """Raises UsageError unless a shard's environments divide into minibatches, and those into slices to accumulate."""
     if layout.shard_size % (args.num_minibatches * args.gradient_accumulation_steps):
         needed = f"times --gradient-accumulation-steps {args.gradient_accumulation_steps} must divide"
         raise bad("num_minibatches", args.num_minibatches, f"{needed} the {layout.shard_size} environments of a shard")
@@ -124,7 +124,7 @@ def layer_init(layer: nn.Module, std: float = np.sqrt(2), bias_const: float = 0.
 def conv3x3(in_channels: int, out_channels: int) -> nn.Conv2d:
     """A 3x3 convolution that keeps the size, initialised as in Flax: a normal distribution truncated at 2 sigma."""
     conv = nn.Conv2d(in_channels, out_channels, 3, padding=1)
-    std = (9 * in_channels) ** -0.5 / 0.87962566103423978  # the deviation of a standard normal truncated so
+    std = (9 * in_channels) ** -0.5 / 0.87962566103423978  # std of a normal truncated at ±2
     nn.init.trunc_normal_(conv.weight, std=std, a=-2 * std, b=2 * std)
     nn.init.zeros_(conv.bias)
     return conv
@@ -373,15 +373,15 @@ def make_update(
         return gradient
 
     def step(summed: torch.Tensor) -> torch.Tensor:
+        grads, losses = summed.split([sum(sizes), len(Losses._fields)])
         # Copies: clipping views in place would compile to a loop over the whole vector for each of them.
-        *grads, losses = torch.split_with_sizes_copy(summed, [*sizes, len(Losses._fields)])
-        for p, grad in zip(optimizer.params, grads, strict=True):
+        for p, grad in zip(optimizer.params, torch.split_with_sizes_copy(grads, sizes), strict=True):
             p.grad = grad.view(p.shape)
         # On a CPU TorchInductor compiles the foreach norm to slow code.
         nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=device_type == "cuda")
         optimizer.step()
         optimizer.zero_grad()
-        return losses
+        return losses.clone()
 
     return [make_gradient(rollout) for rollout in rollouts], step
 
@@ -442,7 +442,7 @@ def play(thread: ActorThread, act: Callable, args: Args) -> None:
 def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
     """The policy of a saved model: observations [N, ...] -> actions [N], sampled as in training.
 
-    The most likely action alone can do nothing for ever, say before Breakout's next ball.
+    Greedy play can stall, e.g. before Breakout's next serve.
     """
     agent = make_agent(envs.single_observation_space, envs.single_action_space, Args(**model["network"]))
     agent.load_state_dict(model["agent"])
@@ -465,7 +465,7 @@ def make_executables(
     """The functions, compiled and captured as the flags say."""
     args = start.args
     executable = partial(make_executable, device=start.device, compile=args.compile, cudagraphs=args.cudagraphs)
-    acts = [executable(act, cpp_wrapper=False, urgent=True) for act in acts]
+    acts = [executable(act, urgent=True) for act in acts]
     return acts, [executable(gradient) for gradient in gradients], executable(step)
 
 
@@ -477,15 +477,15 @@ def main(args: Args) -> None:
     start = resolve_start(args)
     validate_shards(args, start.layout)
     agent = make_agent(start.space, start.action_space, args)
-    if start.part is None:
+    if start.member is None:
         supervise(start, __file__)  # starts this script in a process for each device
         return
     device = start.device
     agent.to(device, memory_format=torch.channels_last)
     optimizer = RMSprop(agent.parameters(), lr=args.learning_rate, alpha=0.99, eps=0.01)
     network = {name: getattr(args, name) for name in NETWORK_FLAGS}
-    parts = args.num_minibatches, args.gradient_accumulation_steps
-    mb_envs = torch.arange(start.layout.shard_size, device=device).view(*parts, -1)
+    slices = args.num_minibatches, args.gradient_accumulation_steps
+    mb_envs = torch.arange(start.layout.shard_size, device=device).view(*slices, -1)
 
     with join(start, __file__, agent, optimizer, network) as worker:
         # For the actor threads and shards of this process; it may have none.

@@ -79,7 +79,7 @@ class Args(SebulbaArgs):
     num_minibatches: int = 4
     """optimiser steps per epoch"""
     gradient_accumulation_steps: int = 1
-    """parts of a minibatch, computed one after the other to save memory; each normalises its own advantages"""
+    """slices of a minibatch, computed one after the other to save memory; each normalises its own advantages"""
     update_epochs: int = 4
     """passes over each rollout"""
     norm_adv: bool = True
@@ -112,12 +112,12 @@ def validate(args: Args) -> None:
 
 
 def validate_shards(args: Args, layout: Layout) -> None:
-    """Raises UsageError unless a shard divides into minibatches, and those into parts to accumulate."""
-    num_rows, num_parts = layout.shard_size * args.num_steps, args.num_minibatches * args.gradient_accumulation_steps
-    if num_rows % num_parts:
+    """Raises UsageError unless a shard divides into minibatches, and those into slices to accumulate."""
+    num_rows, num_slices = layout.shard_size * args.num_steps, args.num_minibatches * args.gradient_accumulation_steps
+    if num_rows % num_slices:
         needed = f"times --gradient-accumulation-steps {args.gradient_accumulation_steps} must divide"
         raise bad("num_minibatches", args.num_minibatches, f"{needed} the {num_rows} steps of a shard's rollout")
-    if args.norm_adv and num_rows // num_parts < 2:
+    if args.norm_adv and num_rows // num_slices < 2:
         raise bad("num_minibatches", args.num_minibatches, "leaves minibatches of 1, which --norm-adv cannot normalise")
 
 
@@ -133,7 +133,7 @@ def layer_init(layer: nn.Module, std: float = np.sqrt(2), bias_const: float = 0.
 def conv3x3(in_channels: int, out_channels: int) -> nn.Conv2d:
     """A 3x3 convolution that keeps the size, initialised as in Flax: a normal distribution truncated at 2 sigma."""
     conv = nn.Conv2d(in_channels, out_channels, 3, padding=1)
-    std = (9 * in_channels) ** -0.5 / 0.87962566103423978  # the deviation of a standard normal truncated so
+    std = (9 * in_channels) ** -0.5 / 0.87962566103423978  # std of a normal truncated at ±2
     nn.init.trunc_normal_(conv.weight, std=std, a=-2 * std, b=2 * std)
     nn.init.zeros_(conv.bias)
     return conv
@@ -468,30 +468,30 @@ def make_update(
             return agent(obs)[1]
 
     def make_gradient(batch: Batch) -> Callable:
-        # A minibatch's losses are the mean over all shards, and over the parts that are accumulated.
-        num_parts = args.num_envs // batch.actions.shape[1] * args.gradient_accumulation_steps
+        # A minibatch's losses are the mean over all shards, and over the slices that are accumulated.
+        num_slices = args.num_envs // batch.actions.shape[1] * args.gradient_accumulation_steps
 
         def gradient(mb_inds: torch.Tensor) -> torch.Tensor:
             with autocast():
                 loss, losses = ppo_loss(agent, batch.minibatch(mb_inds), args)
             loss.backward()
             # One vector, which is one message to the other learners.
-            message = torch.cat([*(p.grad.reshape(-1) for p in optimizer.params), torch.stack(losses)]) / num_parts
+            message = torch.cat([*(p.grad.reshape(-1) for p in optimizer.params), torch.stack(losses)]) / num_slices
             optimizer.zero_grad()
             return message
 
         return gradient
 
     def step(summed: torch.Tensor) -> torch.Tensor:
+        grads, losses = summed.split([sum(sizes), len(Losses._fields)])
         # Copies: clipping views in place would compile to a loop over the whole vector for each of them.
-        *grads, losses = torch.split_with_sizes_copy(summed, [*sizes, len(Losses._fields)])
-        for p, grad in zip(optimizer.params, grads, strict=True):
+        for p, grad in zip(optimizer.params, torch.split_with_sizes_copy(grads, sizes), strict=True):
             p.grad = grad.view(p.shape)
         # On a CPU TorchInductor compiles the foreach norm to slow code.
         nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=device_type == "cuda")
         optimizer.step()
         optimizer.zero_grad()
-        return losses
+        return losses.clone()
 
     return get_value, [make_gradient(batch) for batch in batches], step
 
@@ -506,9 +506,9 @@ def train_epoch(
         gradients: one for each shard here.
         sum_over_shards: the tensors of the shards here -> the sum over all shards, other learners' included.
     """
-    parts = args.num_minibatches, args.gradient_accumulation_steps
+    slices = args.num_minibatches, args.gradient_accumulation_steps
     losses = []
-    for mb_inds in zip(*(inds.view(*parts, -1) for inds in b_inds), strict=True):
+    for mb_inds in zip(*(inds.view(*slices, -1) for inds in b_inds), strict=True):
         messages = [sum_in_order(map(gradient, inds)) for gradient, inds in zip(gradients, mb_inds, strict=True)]
         losses.append(step(sum_over_shards(messages)))
     return torch.stack(losses).mean(0)
@@ -557,7 +557,7 @@ def play(thread: ActorThread, act: Callable, args: Args) -> None:
 def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
     """The policy of a saved model: observations [N, ...] -> actions [N], sampled as in training.
 
-    The most likely action alone can do nothing for ever, say before Breakout's next ball. Continuous actions,
+    Greedy play can stall, e.g. before Breakout's next serve. Continuous actions,
     [N, action_dim], are the means.
     """
     space = envs.single_action_space
@@ -584,7 +584,7 @@ def make_executables(
     """The functions, compiled and captured as the flags say."""
     args = start.args
     executable = partial(make_executable, device=start.device, compile=args.compile, cudagraphs=args.cudagraphs)
-    acts = [executable(act, cpp_wrapper=False, urgent=True) for act in acts]
+    acts = [executable(act, urgent=True) for act in acts]
     return acts, executable(get_value), [executable(gradient) for gradient in gradients], executable(step)
 
 
@@ -596,7 +596,7 @@ def main(args: Args) -> None:
     start = resolve_start(args)
     validate_shards(args, start.layout)
     agent = make_agent(start.space, start.action_space, args)
-    if start.part is None:
+    if start.member is None:
         supervise(start, __file__)  # starts this script in a process for each device
         return
     device = start.device

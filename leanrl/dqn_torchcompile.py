@@ -276,7 +276,7 @@ def make_executables(q_network: QNetwork, replay: Replay, staging: Staging, upda
         update()
 
     executable = partial(make_executable, device=device, compile=args.compile, cudagraphs=args.cudagraphs)
-    just_best = executable(partial(greedy, network), cpp_wrapper=False)
+    just_best = executable(partial(greedy, network))
 
     def best(obs: np.ndarray) -> torch.Tensor:
         return just_best(torch.from_numpy(np.asarray(obs, np.float32)).to(device))

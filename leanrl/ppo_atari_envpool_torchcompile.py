@@ -43,7 +43,7 @@ from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
 from leanrl.support.evaluation import require_video
 from leanrl.support.executables import WARMUP_CALLS, make_executable, untouched
-from leanrl.support.layers import ChannelsLastLinear, interleaved
+from leanrl.support.layers import ChannelsLastLinear
 from leanrl.support.onegraph import Captured, pinned_like
 from leanrl.support.optim import Adam
 from leanrl.support.run import Run, seed_everything
@@ -362,8 +362,6 @@ def make_policy_step(agent: Agent, rollout: Rollout, noise: torch.Tensor, args: 
 
     @torch.no_grad()
     def policy_step(obs: torch.Tensor) -> torch.Tensor:
-        if args.compile and device_type == "cpu":
-            obs = interleaved(obs)
         with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
             probs, values = acting(obs)
         # A sample of the softmax: https://en.wikipedia.org/wiki/Gumbel_distribution#Gumbel_reparameterization_tricks
@@ -380,7 +378,7 @@ def make_policy_step(agent: Agent, rollout: Rollout, noise: torch.Tensor, args: 
 def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
     """The policy of a saved model: observations uint8 [N, 4, 84, 84] -> actions [N], sampled as in training.
 
-    The most likely action alone can do nothing for ever, say before Breakout's next ball.
+    Greedy play can stall, e.g. before Breakout's next serve.
     """
     agent = Agent(int(envs.single_action_space.n), len(model["agent"]["network.0.bias"]))
     agent.load_state_dict(model["agent"])

@@ -376,7 +376,7 @@ def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray
 def make_executables(policy_step: Callable, update: Callable, args: Args, device: torch.device):
     """``policy_step`` and ``update``, compiled and captured as the flags say."""
     executable = partial(make_executable, device=device, compile=args.compile, cudagraphs=args.cudagraphs)
-    return executable(policy_step, cpp_wrapper=False), executable(update)
+    return executable(policy_step), executable(update)
 
 
 # -------------------------------------------------------------------------------------------------------------- MAIN

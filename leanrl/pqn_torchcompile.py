@@ -286,7 +286,7 @@ def make_executables(q_network: QNetwork, update: Callable, args: Args, device: 
     as_sums = args.compile and device.type == "cpu" and args.num_envs <= 32
     network = partial(mlp_as_sums, q_network) if as_sums else q_network
     executable = partial(make_executable, device=device, compile=args.compile, cudagraphs=args.cudagraphs)
-    return executable(partial(greedy, network), cpp_wrapper=False), executable(update)
+    return executable(partial(greedy, network)), executable(update)
 
 
 # -------------------------------------------------------------------------------------------------------------- MAIN

@@ -8,7 +8,6 @@ from test_on_policy_equality import random_frames
 
 import leanrl.ppo_atari_envpool as ppo
 import leanrl.pqn_atari_envpool as pqn
-from leanrl.support.layers import interleaved
 
 
 def slow_convolution(layer, x, rounded):
@@ -111,9 +110,3 @@ def test_minibatches_are_channels_last():
         assert minibatch.obs.is_contiguous(memory_format=torch.channels_last)
         assert torch.equal(minibatch.obs, torch.stack([rollout.obs[2, 1], rollout.obs[0, 2]]))
         assert minibatch.values.tolist() == [7.0, 2.0]
-
-
-def test_images_are_interleaved_in_memory_alone():
-    images = random_frames(5)
-    ours = interleaved(images)
-    assert torch.equal(ours, images) and ours.is_contiguous(memory_format=torch.channels_last)

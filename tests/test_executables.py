@@ -57,7 +57,7 @@ def test_functions_of_one_code_each_compile_once() -> None:
         def fn() -> None:
             count.add_(1)
 
-        return CompiledStep(fn, torch.device("cpu"), cpp_wrapper=False), count
+        return CompiledStep(fn, torch.device("cpu")), count
 
     with torch._dynamo.config.patch(recompile_limit=1):
         for _ in range(2):
@@ -79,7 +79,7 @@ def test_a_step_with_two_backwards_leaves_the_next_alone() -> None:
                     optimizer.zero_grad()
 
         optimizer = Adam([p for network in networks.values() for p in network.parameters()], lr=0.1)
-        return CompiledStep(fn, torch.device("cpu"), cpp_wrapper=False)
+        return CompiledStep(fn, torch.device("cpu"))
 
     for name, num_backwards in (("first", 2), ("second", 1)):
         network = torch.nn.Linear(3, 1)

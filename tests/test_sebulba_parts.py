@@ -51,7 +51,7 @@ def test_every_environment_has_one_thread_and_one_learner(text, threads, envs, s
     played = [e for a in range(layout.num_actors) for t in range(threads) for e in layout.thread_envs(a, t)]
     assert played == list(range(96))
     for role in ("actor", "learner"):  # numbers rise with the rank, by which a collective orders what it returns
-        numbers = [getattr(part, role) for part in layout.parts]
+        numbers = [getattr(part, role) for part in layout.members]
         assert [n for n in numbers if n is not None] == list(range(getattr(layout, f"num_{role}s")))
     served = [s for learner in range(layout.num_learners) for s in layout.shards_of(learner)]
     assert served == list(range(layout.num_shards))
@@ -63,7 +63,7 @@ def test_every_environment_has_one_thread_and_one_learner(text, threads, envs, s
             assert set(piece.envs) <= set(layout.thread_envs(piece.actor, piece.thread))
             assert set(piece.envs) <= set(layout.shard_envs(piece.shard))
             # A learner is fed by the actors of its own group only.
-            assert layout.actor_part(piece.actor).group == layout.learner_part(learner).group
+            assert layout.actor(piece.actor).group == layout.learner(learner).group
     sent = [p for a in range(layout.num_actors) for t in range(threads) for p in layout.pieces_of_thread(a, t)]
     assert sent == [p for learner in range(layout.num_learners) for p in layout.pieces_of_learner(learner)]
 
@@ -74,9 +74,9 @@ def test_a_shard_has_the_same_environments_in_every_layout():
 
 
 def test_ranks_and_names():
-    parts, names = layout_of("a0-l0,1-d2", 2, 24).parts, ["actor 0 and learner 0 (rank 0)", "learner 1 (rank 1)"]
-    assert [part.name for part in parts] == [*names, "actor 1 and learner 2 (rank 2)", "learner 3 (rank 3)"]
-    assert [part.device_id for part in parts] == [0, 1, 0, 1]
+    members, names = layout_of("a0-l0,1-d2", 2, 24).members, ["actor 0 and learner 0 (rank 0)", "learner 1 (rank 1)"]
+    assert [member.name for member in members] == [*names, "actor 1 and learner 2 (rank 2)", "learner 3 (rank 3)"]
+    assert [member.device_id for member in members] == [0, 1, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -420,7 +420,7 @@ class OneOfMany:
 def test_what_128_devices_tell_each_other(monkeypatch, text, groups, learner):
     """No process makes many groups, and reports are small: large ones took longer than some updates."""
     layout, world, sent = layout_of(text, 2, 48), OneOfMany(monkeypatch), []
-    ours = collectives.Collectives(layout, layout.learner_part(learner), CPU, SebulbaArgs())
+    ours = collectives.Collectives(layout, layout.learner(learner), CPU, SebulbaArgs())
     (shard,) = layout.shards_of(learner)
     rollout = Rollout.allocate(NUMBERS, Discrete(2), 128, layout.shard_size, CPU)
     rollout.returns.fill_(torch.nan)

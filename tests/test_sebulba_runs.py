@@ -460,7 +460,7 @@ def test_a_group_that_never_comes_is_not_waited_for_long(monkeypatch, free_port)
         monkeypatch.setenv(name, value)
     layout = Layout((0,), (0,), num_groups=2)
     with pytest.raises(PeerLost, match=f"did not all come to 127.0.0.1:{free_port} within --start-timeout 1 s"):
-        Collectives(layout, layout.parts[1], torch.device("cpu"), cleanba_ppo.Args(start_timeout=1))
+        Collectives(layout, layout.members[1], torch.device("cpu"), cleanba_ppo.Args(start_timeout=1))
 
 
 def meets(monkeypatch, rank: int, port: int) -> None:
@@ -469,7 +469,7 @@ def meets(monkeypatch, rank: int, port: int) -> None:
     for name, value in environ.items():
         monkeypatch.setenv(name, str(value))
     layout = Layout((0,), (0,), num_groups=2)
-    Collectives(layout, layout.parts[rank], torch.device("cpu"), cleanba_ppo.Args(start_timeout=20))
+    Collectives(layout, layout.members[rank], torch.device("cpu"), cleanba_ppo.Args(start_timeout=20))
 
 
 def test_another_run_at_the_port_is_refused_by_name(monkeypatch):
@@ -771,7 +771,7 @@ def test_presets_are_sebulbas_numbers(name, num_threads, num_envs, num_steps):
     module.validate(args)
     layout = Layout.of(args)
     module.validate_shards(args, layout)
-    assert (len(layout.parts), layout.num_learners) == (4, 3) and layout.num_envs == num_threads * num_envs
+    assert (len(layout.members), layout.num_learners) == (4, 3) and layout.num_envs == num_threads * num_envs
     assert (args.num_actor_threads, args.local_num_envs, args.num_steps) == (num_threads, num_envs, num_steps)
     assert (args.learning_rate, args.num_minibatches, args.update_epochs) == (1e-3, 16, 2)
     assert (args.protocol, args.env_id, args.total_timesteps) == ("cleanrl", "Breakout-v5", 100_000_000)

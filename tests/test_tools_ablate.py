@@ -22,7 +22,7 @@ PATCHED = [row for row in ROWS if row.changes and not hasattr(row.changes[0], "i
 @pytest.mark.parametrize("row", PATCHED, ids=lambda row: f"{row.group} {row.name}")
 def test_both_sides_learn_the_same(row, tmp_path, monkeypatch):
     """Uncompiled."""
-    monkeypatch.setattr(executables, "CompiledStep", lambda fn, device, **options: fn)
+    monkeypatch.setattr(executables, "CompiledStep", lambda fn, device: fn)
     monkeypatch.setattr(torch, "compile", lambda fn, **options: fn)
     backend = ["--env-backend=envpool"] if "envpool" in row.flags else []
     num_threads, products = torch.get_num_threads(), torch.backends.mkldnn.matmul.fp32_precision
@@ -76,10 +76,10 @@ def test_what_fails_is_told_and_ctrl_c_keeps_what_was_measured(monkeypatch, caps
     call = partial(run_tool_in_process, monkeypatch, ablate, "--out", tmp_path)
     assert call("--rows", "gae", "sums", "--repeats", 3) == 1
     assert "gae: GAE by a scan: failed\nexit 1\nno GAE" in capsys.readouterr().err
-    row = ["policy as sums", "4,000,000.0", "500,000.0", "8.00x", "4.00 to 12.00", "3,500,000.0"]
+    row = ["policy as sums", "4,000,000", "500,000", "8.00x", "4.00 to 12.00", "3,500,000"]
     assert cells((tmp_path / "table.md").read_text()) == [row]
     assert call("--rows", "startup", "td3_bf16") == 130
-    assert "interrupted: the results so far" in capsys.readouterr().err
+    assert "interrupted: the results of the runs so far" in capsys.readouterr().err
     record = json.loads((tmp_path / "ablate.json").read_text())
     assert {line["row"] for line in record["rows"]} == {"startup"}
 

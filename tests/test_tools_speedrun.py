@@ -34,14 +34,15 @@ def test_table_and_picture():
     runs += [finished("stuck", 1, 6.0), finished("stuck", 2, None, ended=360.0), finished("stuck", 3, None)]
     runs += [finished("broken", 2, None, failure="exit 1")]
     assert cells(render_table({"runs": runs})) == [
-        ["holder", "warm", "1.00, 2.00, 1.50", "1.50", "1.00x"],
-        ["fast", "warm", "0.50, 0.67, 1.50", "0.67", "2.00x"],
-        ["stuck", "warm", "0.10, > 6.00, > 1.00", "> 1.00", "-"],
+        ["holder", "warm", "1:00, 2:00, 1:30", "1:30", "1.00x"],
+        ["fast", "warm", "0:30, 0:40, 1:30", "0:40", "2.00x"],
+        ["stuck", "warm", "0:06, > 6:00, > 1:00", "> 1:00", "-"],
         ["broken", "warm", "failed (exit 1)", "failed (exit 1)", "-"],
     ]
     runs = [{**run, "snapshots": snapshots(*range(run["seed"]))} for run in runs]
     machine = {"device_name": "a machine", "cpu_cores": 2, "versions": {"torch": "2"}}
-    (axes,) = draw({"runs": runs, "env_id": "CartPole-v1", "target": 475, "machine": machine}).axes
+    record = {"runs": runs, "holder": "a:compile", "env_id": "CartPole-v1", "target": 475, "machine": machine}
+    (axes,) = draw(record).axes
     *curves, target = (line for line in axes.lines if len(line.get_xdata()))
     assert len(curves) == len(runs) and list(target.get_ydata()) == [475, 475]
     assert list(curves[2].get_xdata()) == [10, 20, 30] and list(curves[2].get_ydata()) == [0, 1, 2]

@@ -78,7 +78,7 @@ class ActorThread:
     """called with the error that ended the thread, and its name"""
 
     def __post_init__(self) -> None:
-        start, args, layout, actor = self.process, self.process.args, self.process.layout, self.process.part.actor
+        start, args, layout, actor = self.process, self.process.args, self.process.layout, self.process.member.actor
         self.device, self.action_space = start.device, start.action_space
         self.name = layout.thread_name(actor, self.index)
         self.pieces = layout.pieces_of_thread(actor, self.index)

@@ -145,7 +145,7 @@ def learner_threads(args: SebulbaArgs, layout: Layout, is_image: bool) -> int:
     ``--exact-reduction`` is off, and observations are images or minibatches large. Acting uses 1.
     """
     # Spinning threads take cores from everything else, and the last bits of a sum depend on their number.
-    alone = len(layout.parts) == 1 and args.policy_lag == 0 and not args.exact_reduction
+    alone = len(layout.members) == 1 and args.policy_lag == 0 and not args.exact_reduction
     minibatch_size = layout.num_envs * args.num_steps // args.num_minibatches
     if args.num_threads is None and alone:
         return available_cores() if is_image else update_threads(None, minibatch_size)

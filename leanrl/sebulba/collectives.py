@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from leanrl.sebulba.layout import Layout, Part
+from leanrl.sebulba.layout import Layout, Member
 from leanrl.sebulba.records import Report
 from leanrl.sebulba.status import PeerLost
 from leanrl.support.devices import synchronize_stream
@@ -53,7 +53,7 @@ class Collectives:
     """One process's connections to all others.
 
     Args:
-        layout, part: all processes, and which of them this is.
+        layout, member: all processes, and which of them this is.
         device: where messages are.
         args: the script's. ``start_timeout`` limits waits for a peer until the end of ``barrier``, ``timeout`` those
             after it. ``exact_reduction`` sums in shard order, the same in every layout, at the cost of one gradient's
@@ -63,35 +63,35 @@ class Collectives:
         PeerLost: a process does not arrive. Methods that wait for one raise it too, if that one is gone or late.
     """
 
-    def __init__(self, layout: Layout, part: Part, device: torch.device, args) -> None:
-        self._layout, self._part, self._device = layout, part, device
+    def __init__(self, layout: Layout, member: Member, device: torch.device, args) -> None:
+        self._layout, self._member, self._device = layout, member, device
         self._exact = args.exact_reduction
         self._in_time = f"within --start-timeout {args.start_timeout:g} s"
         self.all_reduce_seconds = 0.0
         """total time spent on gradient sums (on a GPU: on launching them)"""
         # Within a group, one learner sends the new parameters to the processes that only act.
-        self._sends_params = layout.learner_part(part.group * len(layout.learner_device_ids)).rank
-        self._receive_params = [p.rank for p in layout.parts if p.group == part.group and p.learner is None]
+        self._sends_params = layout.learner(member.group * len(layout.learner_device_ids)).rank
+        self._receive_params = [p.rank for p in layout.members if p.group == member.group and p.learner is None]
         self._learners = self._store = None
-        if len(layout.parts) == 1:
+        if len(layout.members) == 1:
             return
-        self._store = _rendezvous(part.rank, len(layout.parts), args.start_timeout)
+        self._store = _rendezvous(member.rank, len(layout.members), args.start_timeout)
         with waiting_for(f"another process, which did not set its connections up {self._in_time}"):
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
                 store=self._store,
-                rank=part.rank,
-                world_size=len(layout.parts),
+                rank=member.rank,
+                world_size=len(layout.members),
                 timeout=datetime.timedelta(seconds=args.start_timeout),
                 device_id=device if device.type == "cuda" else None,
             )
             # That process group is for the start-up. Every process must create every process group, in the same order.
             limit = datetime.timedelta(seconds=args.timeout)
             self._everyone = learners = dist.new_group(timeout=limit)
-            learner_ranks = [p.rank for p in layout.parts if p.learner is not None]
-            if 1 < len(learner_ranks) < len(layout.parts):
+            learner_ranks = [p.rank for p in layout.members if p.learner is not None]
+            if 1 < len(learner_ranks) < len(layout.members):
                 learners = dist.new_group(learner_ranks, timeout=limit)
-            if part.learner is not None and len(learner_ranks) > 1:
+            if member.learner is not None and len(learner_ranks) > 1:
                 self._learners = learners
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ class Collectives:
         """Notes, for ``last_of_all``, that this process has reached one of PHASES of rollout ``number``."""
         with suppress(RuntimeError):  # if the store is gone, the next operation says so
             if self._store is not None:
-                self._store.set(f"phase {self._part.rank}", f"{number} {PHASES.index(phase)}")
+                self._store.set(f"phase {self._member.rank}", f"{number} {PHASES.index(phase)}")
 
     def barrier(self) -> None:
         """Ends the start-up: waits until every process is here and this one's device has finished its work."""
@@ -116,7 +116,7 @@ class Collectives:
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrites ``tensors`` with those of learner 0, the lead; for the start-up."""
         if self._store is not None:
-            lead = self._layout.learner_part(0)
+            lead = self._layout.learner(0)
             for tensor in tensors:
                 message = tensor.detach().to(self._device).contiguous()
                 with waiting_for(f"{lead.name}, which did not send its state {self._in_time}"):
@@ -129,7 +129,7 @@ class Collectives:
         operations += [dist.P2POp(dist.irecv, message, rank, self._everyone) for rank, message in receives]
         if not operations:
             return []
-        names = [f"{self._layout.parts[operation.peer].name}, {what}" for operation in operations]
+        names = [f"{self._layout.members[operation.peer].name}, {what}" for operation in operations]
         with waiting_for(" or ".join(dict.fromkeys(names))):
             works = dist.batch_isend_irecv(operations)
         # NCCL returns one handle for all.
@@ -178,9 +178,9 @@ class Collectives:
         """Every learner's report on the lead; an empty list on the others."""
         if self._learners is None:
             return [report]
-        reports = [None] * self._layout.num_learners if self._part.learner == 0 else None
+        reports = [None] * self._layout.num_learners if self._member.learner == 0 else None
         with waiting_for("another learner, its report"):
-            dist.gather_object(report, reports, self._layout.learner_part(0).rank, group=self._learners)
+            dist.gather_object(report, reports, self._layout.learner(0).rank, group=self._learners)
         return reports or []
 
     def pass_params(self, params: torch.Tensor, is_last: bool = False) -> tuple[torch.Tensor, bool]:
@@ -195,7 +195,7 @@ class Collectives:
         """
         if not self._receive_params:
             return params, is_last
-        message, rank = torch.cat([params, params.new_tensor([float(is_last)])]), self._part.rank
+        message, rank = torch.cat([params, params.new_tensor([float(is_last)])]), self._member.rank
         sends = [(to, message) for to in self._receive_params] if rank == self._sends_params else []
         receives = [(self._sends_params, message)] if rank in self._receive_params else []
         self.finish(self.start(sends, receives, "the new parameters"))
@@ -248,9 +248,9 @@ def last_of_all(layout: Layout, environ: Mapping[str, str]) -> str:
         limit = datetime.timedelta(seconds=STORE_SECONDS)
         store = dist.TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False, timeout=limit)
         notes = _own_part(store, environ)
-        for part in layout.parts:
-            if notes.check([key := f"phase {part.rank}"]):
-                came[part.name] = [*map(int, notes.get(key).split())]
+        for member in layout.members:
+            if notes.check([key := f"phase {member.rank}"]):
+                came[member.name] = [*map(int, notes.get(key).split())]
     least = min(came.values(), default=None)
     names = [name for name, progress in came.items() if progress == least]
     if len(names) == len(came):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from leanrl.support.errors import UsageError, bad, require_at_least
 
 
-class Part(NamedTuple):
+class Member(NamedTuple):
     """One process: everything that runs on one device of one group."""
 
     rank: int
@@ -98,9 +98,9 @@ class Layout:
         self.shards_per_learner = self.num_shards // self.num_learners
         # Actor devices first: rank 0 acts, and if it also learns it is the first learner.
         self.device_ids = tuple(dict.fromkeys((*actor_device_ids, *learner_device_ids)))
-        self.parts = tuple(self._part(rank) for rank in range(num_groups * len(self.device_ids)))
+        self.members = tuple(self._member(rank) for rank in range(num_groups * len(self.device_ids)))
 
-    def _part(self, rank: int) -> Part:
+    def _member(self, rank: int) -> Member:
         group, local = divmod(rank, len(self.device_ids))
         device_id = self.device_ids[local]
 
@@ -109,19 +109,19 @@ class Layout:
             by_rank = [device for device in self.device_ids if device in ids]
             return group * len(ids) + by_rank.index(device_id) if device_id in ids else None
 
-        return Part(rank, group, device_id, number(self.actor_device_ids), number(self.learner_device_ids))
+        return Member(rank, group, device_id, number(self.actor_device_ids), number(self.learner_device_ids))
 
-    def actor_part(self, actor: int) -> Part:
+    def actor(self, actor: int) -> Member:
         """The process of an actor device."""
-        return next(part for part in self.parts if part.actor == actor)
+        return next(member for member in self.members if member.actor == actor)
 
-    def learner_part(self, learner: int) -> Part:
+    def learner(self, learner: int) -> Member:
         """The process of a learner. That of learner 0 is the lead: it owns the run directory."""
-        return next(part for part in self.parts if part.learner == learner)
+        return next(member for member in self.members if member.learner == learner)
 
     def thread_name(self, actor: int, thread: int) -> str:
         """An actor thread's name in error messages: ``actor thread 3 (rank 0)``, counted over all actors."""
-        return f"actor thread {actor * self.num_actor_threads + thread} (rank {self.actor_part(actor).rank})"
+        return f"actor thread {actor * self.num_actor_threads + thread} (rank {self.actor(actor).rank})"
 
     def thread_envs(self, actor: int, thread: int) -> range:
         """Global numbers of the environments of an actor thread."""

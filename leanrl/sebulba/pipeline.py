@@ -35,11 +35,11 @@ class Pipeline:
     """updates taken before the run was resumed, else 0"""
 
     def __post_init__(self) -> None:
-        self.layout, self.part, lag = self.start.layout, self.start.part, self.start.args.policy_lag
-        pieces = self.layout.pieces_of_learner(self.part.learner)
-        self._received = [(p, self.start.allocate(len(p.envs))) for p in pieces if p.actor != self.part.actor]
+        self.layout, self.member, lag = self.start.layout, self.start.member, self.start.args.policy_lag
+        pieces = self.layout.pieces_of_learner(self.member.learner)
+        self._received = [(p, self.start.allocate(len(p.envs))) for p in pieces if p.actor != self.member.actor]
         # With a lag, the next rollout is sent during the update, unless a process acts and learns: it is busy then.
-        ahead = lag != 0 and all(None in (part.actor, part.learner) for part in self.layout.parts)
+        ahead = lag != 0 and all(None in (member.actor, member.learner) for member in self.layout.members)
         self._begun, self._begun_until = self.first_version, self.start.num_updates if ahead else 0
         self.travelling = []
 
@@ -73,14 +73,14 @@ class Pipeline:
         """Waits until the threads have played a rollout, and starts to send and receive it."""
         if self.threads:
             self.collectives.begin("playing rollout", number)
-        self._played = [(thread, thread.take(self.part.name)) for thread in self.threads]
+        self._played = [(thread, thread.take(self.member.name)) for thread in self.threads]
         here = [pair for thread, rollouts in self._played for pair in zip(thread.pieces, rollouts, strict=True)]
         for _, rollout in here:
             rollout.header[Header._fields.index("stop")] = float(stop)
-        self._mine = [pair for pair in here if pair[0].learner == self.part.learner] + self._received
-        others = [pair for pair in here if pair[0].learner != self.part.learner]
-        sends = [(self.layout.learner_part(piece.learner).rank, rollout.buffer) for piece, rollout in others]
-        receives = [(self.layout.actor_part(piece.actor).rank, rollout.buffer) for piece, rollout in self._received]
+        self._mine = [pair for pair in here if pair[0].learner == self.member.learner] + self._received
+        others = [pair for pair in here if pair[0].learner != self.member.learner]
+        sends = [(self.layout.learner(piece.learner).rank, rollout.buffer) for piece, rollout in others]
+        receives = [(self.layout.actor(piece.actor).rank, rollout.buffer) for piece, rollout in self._received]
         self._begun, self.travelling = number, self.collectives.start(sends, receives)
 
     def _fill(self, number: int, piece: Piece, rollout: Rollout) -> Header:

@@ -91,7 +91,7 @@ class Records:
         spans = {}
         for learner, report in enumerate(reports):
             busy = [["wait for rollouts", report.started, report.filled], ["update", report.filled, report.updated]]
-            spans[self._layout.learner_part(learner).name] = busy
+            spans[self._layout.learner(learner).name] = busy
             for piece, header in report.pieces:
                 started, fetched = header.started, header.started + header.params_wait
                 spans[self._layout.thread_name(piece.actor, piece.thread)] = [

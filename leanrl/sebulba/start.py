@@ -13,7 +13,7 @@ import torch
 
 from leanrl.sebulba.args import SebulbaArgs, learner_threads, validate_start
 from leanrl.sebulba.environments import make_pool
-from leanrl.sebulba.layout import Layout, Part
+from leanrl.sebulba.layout import Layout, Member
 from leanrl.sebulba.rollout import Rollout
 from leanrl.support.devices import keep_freed_memory, set_cpu_numerics
 from leanrl.support.errors import UsageError, bad
@@ -48,7 +48,7 @@ class Start:
     args: SebulbaArgs
     """the script's"""
     layout: Layout
-    part: Part | None
+    member: Member | None
     """this process; None if it is to start and watch the others"""
     device: torch.device
     """of this process"""
@@ -104,11 +104,11 @@ def resolve_start(args: SebulbaArgs) -> Start:
         space, action_space = pool.single_observation_space, pool.single_action_space
     if not as_rank:
         return Start(args, layout, None, device, space, action_space, slurm)
-    part = layout.parts[int(os.environ["RANK"])]
+    member = layout.members[int(os.environ["RANK"])]
     if device.type == "cuda":
         # Under torchrun, the groups on a machine take consecutive ranges of its devices.
         local_group = int(os.environ.get("LOCAL_RANK", "0")) // len(layout.device_ids)
-        index = local_group * (max(layout.device_ids) + 1) + part.device_id
+        index = local_group * (max(layout.device_ids) + 1) + member.device_id
         if index >= torch.cuda.device_count():
             raise bad("device", args.device, f"group {local_group} of this machine needs CUDA device {index}")
         device = torch.device("cuda", index)
@@ -117,7 +117,7 @@ def resolve_start(args: SebulbaArgs) -> Start:
     set_cpu_numerics(learner_threads(args, layout, is_image))
     if is_image and device.type == "cpu":
         keep_freed_memory()
-    return Start(args, layout, part, device, space, action_space)
+    return Start(args, layout, member, device, space, action_space)
 
 
 def slurm_task(environ: Mapping[str, str]) -> SlurmTask:

@@ -49,7 +49,7 @@ def supervise(start: Start, script_file: str) -> None:
     first_rank = 0 if slurm is None else slurm.number * group_size
     tasks_here = 1 if slurm is None else slurm.tasks_here
     # LOCAL_WORLD_SIZE as in torchrun: the processes of all groups on this machine.
-    environ = {**os.environ, "WORLD_SIZE": str(len(layout.parts)), "LOCAL_WORLD_SIZE": str(tasks_here * group_size)}
+    environ = {**os.environ, "WORLD_SIZE": str(len(layout.members)), "LOCAL_WORLD_SIZE": str(tasks_here * group_size)}
     if slurm is not None:
         environ |= {"MASTER_ADDR": slurm.host, "MASTER_PORT": str(slurm.port)}
         environ[RUN] = f"{slurm.step}, run {args.run_name or 'without a name'}"
@@ -59,11 +59,11 @@ def supervise(start: Start, script_file: str) -> None:
         environ |= {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     children = [
         Child(
-            part.name,
+            member.name,
             [sys.executable, str(Path(script_file).resolve()), *sys.argv[1:]],
-            {**environ, "RANK": str(part.rank), "LOCAL_RANK": str(part.rank - first_rank)},
+            {**environ, "RANK": str(member.rank), "LOCAL_RANK": str(member.rank - first_rank)},
         )
-        for part in layout.parts[first_rank : first_rank + group_size]
+        for member in layout.members[first_rank : first_rank + group_size]
     ]
     code = Supervisor(children, args.start_timeout, args.timeout, lambda: last_of_all(layout, environ)).run()
     if code:

@@ -57,18 +57,18 @@ class Worker:
     """
 
     def __init__(self, start: Start, script_file: str, agent, optimizer, network, status: Status, stack) -> None:
-        self._start, self._args, self._layout, self._part = start, start.args, start.layout, start.part
+        self._start, self._args, self._layout, self._member = start, start.args, start.layout, start.member
         self._agent, self._optimizer, self._status, self._stack = agent, optimizer, status, stack
-        args, layout, part, batch_size = start.args, start.layout, start.part, start.batch_size
+        args, layout, member, batch_size = start.args, start.layout, start.member, start.batch_size
         self._run = None
-        if part.learner == 0:
+        if member.learner == 0:
             # Before the rendezvous, so that an existing run directory is refused at once.
             self._run = Run(args, script_file, start.device, start.num_updates * batch_size)
             self._run.model = lambda: {"agent": agent.state_dict(), "network": network}
             if args.checkpoint_every is not None and args.checkpoint_every < batch_size:
                 reason = f"less than the {batch_size} steps of an update: every update will be saved"
                 print(f"warning: --checkpoint-every {args.checkpoint_every}: {reason}", file=sys.stderr, flush=True)
-        self._collectives = Collectives(layout, part, start.device, args)
+        self._collectives = Collectives(layout, member, start.device, args)
         self.sum_over_shards, self.leave = self._collectives.sum_over_shards, self._collectives.close
         first_step = self._share_start()
         # From here on all processes stop together, whichever of them a signal reaches.
@@ -77,9 +77,9 @@ class Worker:
         self._first = first_step // batch_size
         self.threads = [
             ActorThread(start, i, ActingAgent(agent, args.amp), first_step, status.fail_in_thread)
-            for i in range(layout.num_actor_threads if part.actor is not None else 0)
+            for i in range(layout.num_actor_threads if member.actor is not None else 0)
         ]
-        served = layout.shards_of(part.learner) if part.learner is not None else ()
+        served = layout.shards_of(member.learner) if member.learner is not None else ()
         self.shards = {shard: start.allocate(layout.shard_size) for shard in served}
         self._pipeline = Pipeline(start, self.threads, self.shards, self._collectives, self._first)
 
@@ -105,7 +105,7 @@ class Worker:
         self._collectives.broadcast([*tensors, facts])
         step, digest_of_lead = facts.tolist()
         if digest != digest_of_lead:
-            raise UsageError(f"{self._part.name} was started with other flags than {self._layout.learner_part(0).name}")
+            raise UsageError(f"{self._member.name} was started with other flags than {self._layout.learner(0).name}")
         return step
 
     @contextmanager
@@ -137,7 +137,7 @@ class Worker:
             RuntimeError: the learners' parameters differ, a rollout is not the one that was due, or training diverged.
             Stopped, Stalled, PeerLost: a rollout or another process did not come.
         """
-        run, learns = self._run, self._part.learner is not None
+        run, learns = self._run, self._member.learner is not None
         if run is not None:
             self._records = Records(run, self._layout, self._state_dict)
             if self._stop.requested:
@@ -187,7 +187,7 @@ class Worker:
         stops, checksums = zip(*collectives.gather_signs(sign), strict=True)
         for learner, sum_of_bits in enumerate(checksums):
             if sum_of_bits != checksums[0]:
-                names = [self._layout.learner_part(i).name for i in (learner, 0)]
+                names = [self._layout.learner(i).name for i in (learner, 0)]
                 raise RuntimeError(f"the parameters of {' and '.join(names)} differ after update {number}")
         reports = collectives.gather_reports(Report(*times, self._pieces, ended_episodes(self._layout, self.shards)))
         self._is_last = is_last or any(stops)
@@ -235,7 +235,7 @@ def join(start: Start, script_file: str, agent: nn.Module, optimizer, network: d
         agent, optimizer: what is trained; overwritten with the lead's, which may come from a checkpoint.
         network: what the script's ``load_policy`` needs to know about ``agent``, for model.pt.
     """
-    status, code = Status(start.part.name), 1
+    status, code = Status(start.member.name), 1
     with ExitStack() as stack:
         try:
             yield (worker := Worker(start, script_file, agent, optimizer, network, status, stack))

@@ -25,7 +25,8 @@ CPU_OPTIONS = {
     "size_asserts": False,
     # Skips trial builds that check for AVX-512: a compiler that can build PyTorch's C++20 headers supports it.
     "cpp.vec_isa_ok": True,
-    # Builds kernels apart from the code that calls them, which took longer to compile and gains nothing from -O3.
+    # Kernels are called from C++, and built apart from what calls them, which gains nothing from -O3.
+    "cpp_wrapper": True,
     "cpp_wrapper_build_separate": True,
 }
 if torch.__version__ < (2, 13):  # the check of IMPALA's masked gather does not compile (pytorch/pytorch#187335)
@@ -43,14 +44,13 @@ class CompiledStep:
         fn: takes tensors of fixed shapes and returns one tensor or None. It may change tensors in place, but must have
             no other side effects.
         device: where its tensors are.
-        options: (CPU) for ``compile_options``.
 
     Raises:
         torch._dynamo.exc.Unsupported: (first call) ``fn`` does not trace as one graph.
     """
 
-    def __init__(self, fn: Callable[..., torch.Tensor | None], device: torch.device, **options) -> None:
-        self._options = compile_options(device, **options)
+    def __init__(self, fn: Callable[..., torch.Tensor | None], device: torch.device) -> None:
+        self._options = CPU_OPTIONS if device.type == "cpu" else SAME_SAMPLES
         self._first_call = torch.compile(fn, backend=self._backend, fullgraph=True, dynamic=False)
         self._graph: Callable | None = None
 
@@ -92,25 +92,16 @@ class CompiledStep:
         return None if self._result is None else outputs[self._result]
 
 
-def compile_options(device: torch.device, cpp_wrapper: bool = True) -> dict:
-    """TorchInductor's options for ``device``.
-
-    Args:
-        cpp_wrapper: (CPU) call the kernels from C++ instead of Python, which pays off if there are many.
-    """
-    return {"cpp_wrapper": cpp_wrapper, **CPU_OPTIONS} if device.type == "cpu" else SAME_SAMPLES.copy()
-
-
 def make_executable(
-    fn: Callable, device: torch.device, compile: bool, cudagraphs: bool, urgent: bool = False, **options
+    fn: Callable, device: torch.device, compile: bool, cudagraphs: bool, urgent: bool = False
 ) -> Callable[..., torch.Tensor | None]:
-    """``fn``, compiled and captured as a script's flags say; ``fn`` and ``options`` as for ``CompiledStep``.
+    """``fn``, compiled and captured as a script's flags say; ``fn`` as for ``CompiledStep``.
 
     With ``urgent``, a captured graph's kernels run before those waiting on other streams, and each call overwrites the
     previous result.
     """
     if compile:
-        fn = CompiledStep(fn, device, **options)
+        fn = CompiledStep(fn, device)
     if cudagraphs:
         if urgent:
             # A graph's kernels have the priority of the stream that captured it, whichever stream replays it. Graphs

@@ -12,18 +12,18 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from tqdm import tqdm
 
 from leanrl.support.devices import has_bf16_units, resolve_device
 from leanrl.support.envs import near_names
 from leanrl.support.errors import bad, require_at_least
 from leanrl.tools import common
 from leanrl.tools.ablate_rows import BF16, ROWS, Row
-from leanrl.tools.trials import Contender, end_of, require_distinct, rounds_of, run_trial
+from leanrl.tools.trials import Contender, end_of, in_turn, require_distinct, rounds_of, run_trial
 
 GROUPS = tuple(dict.fromkeys(row.group for row in ROWS))
 
@@ -50,12 +50,11 @@ def expand(names: Sequence[str]) -> list[Row]:
     return [row for row in ROWS if row.name in names or (row.group in names and row in fitting)]
 
 
-def measure(row: Row, repeats: int, report=lambda line: None) -> dict:
+def measure(row: Row, repeats: int) -> dict:
     """Runs both sides in turn (A B, B A, ...). Gains are ratios within a pair, since the machine's speed drifts."""
     sides = [Contender(side, tuple(row.command(side))) for side in ("without", "with")]
     turns = [{} for _ in range(repeats)]
     for seed, side in rounds_of(sides, range(1, repeats + 1)):
-        report(f"{row.trick} {seed}/{repeats}")
         turns[seed - 1][side.label] = seconds_of(row, side, seed)
     saved = statistics.median(turn["without"] - turn["with"] for turn in turns)
     return {
@@ -100,7 +99,9 @@ def cells(line: dict) -> tuple[str, ...]:
     both, saved = (line["seconds_without"], line["seconds_with"]), line["seconds_saved_per_env_step"]
     if saved is None:
         return line["trick"], *(f"{seconds:.1f}" for seconds in both), *gain
-    return line["trick"], *(f"{1e6 * seconds:,.1f}" for seconds in both), *gain, f"{1e6 * saved:,.1f}"
+    digits = 1 if 1e6 * min(both) < 100 else 0
+    *both, saved = (f"{1e6 * seconds:,.{digits}f}" for seconds in (*both, saved))
+    return line["trick"], *both, *gain, saved
 
 
 def main(args: Args) -> int:
@@ -109,25 +110,21 @@ def main(args: Args) -> int:
     rows = expand(args.rows)
     resolve_device(SimpleNamespace(device="cpu", compile=True))
     out = common.results_folder(args, "ablate")
-    lines, failures, code = [], {}, 0
-    with tqdm(rows, unit="row", disable=None) as progress:
-        for row in progress:
-            try:
-                lines.append(measure(row, args.repeats, progress.set_postfix_str))
-                progress.write("{trick}: {gain:.2f}x".format(**lines[-1]))
-            except RuntimeError as error:
-                failures[row.name], code = str(error), 1
-                progress.write(f"{row.name}: {row.trick}: failed\n{error}", file=sys.stderr)
-            except KeyboardInterrupt:
-                if not lines:
-                    raise
-                progress.write("interrupted: the results so far", file=sys.stderr)
-                code = 130
-                break
+    lines, failures = [], {}
+
+    def run(row: Row) -> None:
+        try:
+            lines.append(measure(row, args.repeats))
+            print(f"{row.trick}: {lines[-1]['gain']:.2f}x", flush=True)
+        except RuntimeError as error:
+            failures[row.name] = str(error)
+            print(f"{row.name}: {row.trick}: failed\n{error}", file=sys.stderr)
+
+    ended = in_turn({f"{row.group}: {row.trick}": partial(run, row) for row in rows})
     record = common.benchmark_record("ablate", torch.device("cpu"))
     record |= {"repeats": args.repeats, "rows": lines, "failures": failures}
     common.write_results(out, "ablate", record, f"{common.describe_machine(record['machine'])}\n\n{render(lines)}")
-    return code
+    return 130 if len(ended) < len(rows) else int(bool(failures))
 
 
 if __name__ == "__main__":

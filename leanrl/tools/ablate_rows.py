@@ -54,9 +54,9 @@ class Row(NamedTuple):
 # ------------------------------------------------------------------------------------------------- WITHOUT THE TRICKS
 
 
-def with_guards(fn, device: torch.device, **options):
+def with_guards(fn, device: torch.device):
     """Compiles as CompiledStep does, but calls go through ``torch.compile``, which checks guards."""
-    return torch.compile(fn, fullgraph=True, dynamic=False, options=executables.compile_options(device, **options))
+    return torch.compile(fn, fullgraph=True, dynamic=False, options=executables.CPU_OPTIONS)
 
 
 def sync_envs(env_id: str, num_envs: int, seed: int, *_, **__) -> gym.vector.VectorEnv:
@@ -103,7 +103,6 @@ WRAPPERS = (
 ALL_CORES = (patch.object(torch, "set_num_threads", lambda number: None),)
 TWO_PRODUCTS = (patch.object(TwinLinear, "forward", two_products),)
 MKL = (patch.object(devices, "use_onednn_products", lambda: None),)
-BYTES = (patch.object(atari, "interleaved", lambda images: images),)
 GIVEN_BACK = (patch.object(atari, "keep_freed_memory", lambda: None),)
 
 
@@ -133,8 +132,7 @@ def row(of: tuple[str, str, str], name: str, trick: str, *changes, both="--compi
 ROWS = [
     row(PPO, "update", "compiled, not eager", both="", with_flags="--compile"),
     row(PPO, "direct_call", "graphs called directly", *GUARDS),
-    row(PPO, "cpp_wrapper", "Python's wrapper of the policy step, not C++'s", *options(cpp_wrapper=True)),
-    row(PPO, "cpp_wrapper", "C++'s wrapper of the update, not Python's", *options(cpp_wrapper=False)),
+    row(PPO, "cpp_wrapper", "kernels called from C++, not Python", *options(cpp_wrapper=False)),
     row(PPO, "size_asserts", "no checks of the inputs' sizes", *options(size_asserts=True)),
     row(PPO, "sums", "policy as sums", *NO_SUMS),
     row(PPO, "environment", "SerialVectorEnv, not SyncVectorEnv", *SYNC),
@@ -147,7 +145,6 @@ ROWS = [
         row(STARTUP, "startup", f"{name} {value}, cold cache", *without_option(name), is_start=True)
         for name, value in executables.CPU_OPTIONS.items()
     ),
-    row(STARTUP, "startup", "C++'s wrapper of the update, cold cache", *options(cpp_wrapper=False), is_start=True),
     row(TD3, "td3_update", "compiled, not eager", both="", with_flags="--compile"),
     row(TD3, "td3_twins", "twin critics in one product, not two", *TWO_PRODUCTS),
     row(TD3, "td3_threads", f"{CORES} threads, not 1: float32", without_flags="--num-threads=1"),
@@ -163,7 +160,6 @@ ROWS = [
     row(ATARI, "atari_memory", "freed memory kept", *GIVEN_BACK),
     row(ATARI, "atari_bf16", "--amp bf16, not float32", with_flags=BF16),
     row(ATARI, "atari_gae", "GAE by a scan", *ATARI_LOOP),
-    row(ATARI, "atari_bytes", "frames copied four bytes at a time", *BYTES),
     row(ATARI, "atari_groups", "two groups of environments in turn", with_flags="--num-env-groups=2"),
     row(ATARI, "atari_acting_thread", f"acting on 1 thread, not {CORES}", *ALL_CORES),
     row(ATARI, "atari_threads", f"{CORES} threads, not 1", without_flags="--num-threads=1"),

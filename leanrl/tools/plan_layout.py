@@ -111,7 +111,7 @@ def predict(text: str, parts: LayoutParts, script_args, cores: int, machines: in
     actors, learners, threads = layout.actor_device_ids, layout.learner_device_ids, layout.num_actor_threads
     groups = math.ceil(layout.num_groups / machines)
     num_threads, num_learners = groups * len(actors) * threads, groups * len(learners)
-    if len(layout.parts) == 1:
+    if len(layout.members) == 1:
         updates = parts.update_alone
     else:
         updates = parts.update if num_learners == 1 or script_args.device != "cpu" else parts.update_beside
@@ -127,10 +127,10 @@ def predict(text: str, parts: LayoutParts, script_args, cores: int, machines: in
         len(piece.envs)
         for learner in range(len(learners))
         for piece in layout.pieces_of_learner(learner)
-        if layout.actor_part(piece.actor).rank != layout.learner_part(learner).rank
+        if layout.actor(piece.actor).rank != layout.learner(learner).rank
     )
     latency, per_byte = parts.message
-    remote_actors = len([part for part in layout.parts if part.learner is None and part.group == 0])
+    remote_actors = len([part for part in layout.members if part.learner is None and part.group == 0])
     travel = (latency + per_byte * parts.rollout_bytes * foreign) * groups if foreign else 0.0
     publishing = remote_actors * groups * (latency + per_byte * 4 * parts.params)
     reduction = 0.0
@@ -153,7 +153,7 @@ def predict(text: str, parts: LayoutParts, script_args, cores: int, machines: in
     if slowest == "rollout":
         slowest = "emulation" if play.emulation > play.inference else "inference"
     sps = layout.num_envs * script_args.num_steps / whole
-    numbers = len(layout.parts), threads, layout.local_num_envs, layout.num_envs
+    numbers = len(layout.members), threads, layout.local_num_envs, layout.num_envs
     return Prediction(text, *numbers, sps, seconds, slowest)
 
 

@@ -276,11 +276,13 @@ def finals_table(groups: Groups, with_speed: bool) -> str:
     rows = []
     for group, curves in groups.items():
         ends = [end(curve) for curve in curves]
-        iqm, low, high = (f"{x.item():,.1f}" for x in estimate_iqm(np.array(ends)[:, None]))
+        digits = 0 if max(map(abs, ends)) >= 100 else 1
+        iqm, low, high = (f"{x.item():,.{digits}f}" for x in estimate_iqm(np.array(ends)[:, None]))
         unfinished = sum(not curve["finished"].iloc[0] for curve in curves)
         seeds = f"{len(curves)}" + (f" ({unfinished} unfinished)" if unfinished else "")
         steps = min(curve["global_step"].iloc[-1] for curve in curves)
-        row = [*group, seeds, f"{steps:,.0f}", mean_std(ends, 1), f"{iqm} [{low}, {high}]" if len(ends) > 1 else "-"]
+        interval = f"{iqm} [{low}, {high}]" if len(ends) > 1 else "-"
+        row = [*group, seeds, f"{steps:,.0f}", mean_std(ends, digits), interval]
         rows.append(row + [mean_std([curve["sps"].iloc[0] for curve in curves])] * with_speed)
     header = ["environment", "group", "seeds", "steps", "return, mean ± std", "IQM [95 % interval]"]
     return markdown_table(header + ["sps"] * with_speed, rows)

@@ -318,13 +318,15 @@ def render(record: dict) -> str:
 
 def draw(record: dict):
     """A stacked bar per row, with lines at the length of the step without the profiler and at its floors."""
+    from matplotlib import colormaps
+
     rows = record["rows"]
     figure = common.new_figure(11, 1.8 + 0.9 * len(rows))
     axes, handles = figure.subplots(), {}
     parts = [part for part in COLUMNS if any(part in row["parts_us"] for row in rows)]
     for i, row in enumerate(rows):
         start = 0.0
-        for part, color in zip(parts, itertools.cycle(common.COLORS[1:])):
+        for part, color in zip(parts, colormaps["Set2"].colors, strict=False):  # not the modes' colours
             if value := row["parts_us"].get(part):
                 handles[part] = axes.barh(i, value, left=start, height=0.36, color=color)
                 start += value

@@ -109,9 +109,9 @@ def overview(root: Path):
     Curves are of modes with at least three seeds.
     """
     from matplotlib.patches import Patch  # 0.5 s that --help need not wait for
-    from matplotlib.ticker import EngFormatter
+    from matplotlib.ticker import EngFormatter, MaxNLocator
 
-    figure = new_figure(17, 6.5)
+    figure = new_figure(12, 6)
     panels = figure.subplots(2, len(HEADLINE))
     panels[1, 0].set_ylabel("return")
     colors = {column: next(iter(colors_of([part]).values())) for column, part in COLUMNS.items()}
@@ -119,8 +119,9 @@ def overview(root: Path):
         folder = root / RESULTS / line.script
         speeds = {column: sps for column, sps in speeds_of(load(folder / "peers.json"), line.script).items() if sps}
         drawn = bars.barh(list(speeds), list(speeds.values()), color=[colors[column] for column in speeds])
-        bars.bar_label(drawn, fmt="{:,.0f}", padding=4, fontsize=11)
-        bars.set(title=name, xlim=(0, 1.3 * max(speeds.values())), yticks=[], xlabel="steps per second")
+        bars.bar_label(drawn, fmt="{:,.0f}", padding=3)
+        bars.set_title(name.removesuffix(", 8 environments"))
+        bars.set(xlim=(0, 1.3 * max(speeds.values())), yticks=[], xlabel="steps per second")
         bars.invert_yaxis()
         curves = [curve for csv in line.curves for curve in plot.read_csv(folder / csv)]
         groups = {label: group for (env_id, label), group in plot.group_curves(curves).items() if env_id == line.env_id}
@@ -132,9 +133,9 @@ def overview(root: Path):
         axes.set(xlabel="environment steps", xlim=(0, end))
         for panel in (bars, axes):
             clean(panel)
-            panel.xaxis.set_major_formatter(EngFormatter(sep=""))
+            panel.xaxis.set(major_locator=MaxNLocator(4), major_formatter=EngFormatter(sep=""))
     handles = [Patch(color=color, label=column.strip("`")) for column, color in colors.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=12)
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     return figure
 
 

@@ -207,10 +207,11 @@ def reached(snapshots: Sequence[dict], target: float) -> float | None:
 
 
 def minutes(run: dict) -> str:
-    """``3.25``; ``> 9.00`` if the target was not reached in that time."""
+    """``3:15``; ``> 9:00`` if the target was not reached in that time."""
     if run["failure"]:
         return f"failed ({run['failure']})"
-    return f"{run['reached'] / 60:.2f}" if run["reached"] is not None else f"> {run['ended'] / 60:.2f}"
+    minutes, seconds = divmod(round(run["ended"] if run["reached"] is None else run["reached"]), 60)
+    return f"{'> ' if run['reached'] is None else ''}{minutes}:{seconds:02}"
 
 
 def until(run: dict) -> float:
@@ -219,7 +220,7 @@ def until(run: dict) -> float:
 
 
 def render_table(record: dict) -> str:
-    """A markdown table: minutes to the target by contender and cache."""
+    """A markdown table: minutes and seconds to the target by contender and cache."""
     labels, caches, seeds = ({run[key]: None for run in record["runs"]} for key in ("label", "cache", "seed"))
     runs = {(run["label"], run["cache"], run["seed"]): run for run in record["runs"]}
     holder, rows = next(iter(labels)), []
@@ -232,7 +233,7 @@ def render_table(record: dict) -> str:
         by_time = sorted(own.values(), key=lambda run: (until(run), run["ended"]))
         middle = minutes(by_time[len(own) // 2]) if own else "-"
         rows.append((label, cache, ", ".join(map(minutes, own.values())), middle, ratio))
-    each = f"minutes of {common.plural('seed', list(seeds))}"
+    each = f"min:s of {common.plural('seed', list(seeds))}"
     table = common.markdown_table(("program", "cache", each, "median", "vs holder"), rows)
     return f"{table}\n\nvs holder (the first): how many times as fast, the median of the ratios within a seed."
 
@@ -245,24 +246,24 @@ def title(record: dict) -> str:
 def draw(*records: dict):
     """The figure: evaluated return against wall clock, a line per run, a panel per task and cache."""
     panels = [(record, cache) for record in records for cache in dict.fromkeys(run["cache"] for run in record["runs"])]
-    columns = min(3, len(panels))
+    columns = min(2, len(panels))
     rows = math.ceil(len(panels) / columns)
     figure = common.new_figure(5.5 * columns, 4 * rows)
     for axes, (record, cache) in zip(figure.subplots(rows, columns, squeeze=False).flat, panels, strict=False):
-        colors = dict(zip(dict.fromkeys(run["label"] for run in record["runs"]), itertools.cycle(common.COLORS[1:])))
+        holder, *others = dict.fromkeys(run["label"] for run in record["runs"])
+        colors = {holder: common.colors_of([record["holder"]])[record["holder"]], **common.colors_of(others)}
+        styles = {label: "-" if label == holder else "--" for label in colors}
         for run in (run for run in record["runs"] if run["cache"] == cache):
             points = [(snapshot["seconds"], statistics.fmean(snapshot["returns"])) for snapshot in run["snapshots"]]
-            axes.plot(*np.reshape(points, (-1, 2)).T, ".-", color=colors[run["label"]])
-        axes.axhline(record["target"], color="black", linestyle="--", linewidth=1)
+            axes.plot(*np.reshape(points, (-1, 2)).T, f".{styles[run['label']]}", color=colors[run["label"]])
+        axes.axhline(record["target"], color="black", linestyle=":", linewidth=1)
         axes.set_title(f"{record['env_id']} to {record['target']:,}, {cache} cache", loc="left")
-        axes.set_xlabel("seconds of wall clock since the process started")
-        axes.set_xlim(left=0)
-        lines = [axes.plot([], [], color=color, label=label)[0] for label, color in colors.items()]
+        axes.set(xlabel="seconds of wall clock since the process started", ylabel="mean return", xlim=(0, None))
+        lines = [axes.plot([], [], styles[label], color=colors[label], label=label)[0] for label in colors]
         axes.legend(handles=lines, loc="lower right", fontsize=8)
         common.clean(axes)
-    figure.suptitle(
-        f"Mean return of {EPISODES} episodes, {common.describe_machine(records[0]['machine'])}", fontsize=11
-    )
+    machine = common.describe_machine(records[0]["machine"])
+    figure.suptitle(f"Mean return of {EPISODES} episodes, {machine}", fontsize=11)
     return figure
 
 
