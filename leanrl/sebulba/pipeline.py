@@ -25,11 +25,10 @@ class Pipeline:
     """One process's end: sends what its threads play, receives what its shards need."""
 
     start: Start
-    """of this process"""
     threads: Sequence[ActorThread]
-    """of this process"""
+    """this process's actor threads"""
     shards: dict[int, Rollout]
-    """of this process's learner by number, to be filled; empty if it does not learn"""
+    """what this process's learner trains on, by the shard's number; empty if it does not learn"""
     collectives: Collectives
     first_version: int
     """updates taken before the run was resumed, else 0"""

@@ -46,14 +46,13 @@ class Start:
     """What a process is to do, and with what."""
 
     args: SebulbaArgs
-    """the script's"""
     layout: Layout
     member: Member | None
     """this process; None if it is to start and watch the others"""
     device: torch.device
-    """of this process"""
+    """this process's own"""
     space: gym.spaces.Box
-    """of observations"""
+    """the observations'"""
     action_space: gym.spaces.Discrete | gym.spaces.Box
     slurm: SlurmTask | None = None
     """if ``--distributed`` asks for it"""
