@@ -377,7 +377,7 @@ def make_update(
         # Copies: clipping views in place would compile to a loop over the whole vector for each of them.
         for p, grad in zip(optimizer.params, torch.split_with_sizes_copy(grads, sizes), strict=True):
             p.grad = grad.view(p.shape)
-        # On a CPU TorchInductor compiles the foreach norm to slow code.
+        # On a CPU TorchInductor 2.13 compiles the foreach norm to slow code.
         nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=device_type == "cuda")
         optimizer.step()
         optimizer.zero_grad()

@@ -279,7 +279,7 @@ def make_update(
     def update(with_actor: bool) -> None:
         batch = replay.sample(args.batch_size)
         batch = batch._replace(obs=obs_moments(batch.obs), next_obs=obs_moments(batch.next_obs))
-        # Drawn all at once: before 2.13, PyTorch may change the order of random draws within a compiled update.
+        # Drawn all at once: before 2.13, a compiled update may reorder random draws (pytorch/pytorch#181136).
         draws = batch.actions.new_empty(1 + with_actor, *batch.actions.shape).normal_()
         noise = dict(zip(("target", "actor"), draws, strict=False))
         with autocast():

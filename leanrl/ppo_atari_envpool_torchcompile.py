@@ -43,7 +43,7 @@ from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
 from leanrl.support.evaluation import require_video
 from leanrl.support.executables import WARMUP_CALLS, make_executable, untouched
-from leanrl.support.layers import ChannelsLastLinear
+from leanrl.support.layers import ChannelsLastLinear, interleaved
 from leanrl.support.onegraph import Captured, pinned_like
 from leanrl.support.optim import Adam
 from leanrl.support.run import Run, seed_everything
@@ -312,7 +312,7 @@ def make_update(agent: Agent, optimizer: Adam, rollout: Rollout, args: Args) -> 
         with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
             loss, losses = ppo_loss(agent, rollout.minibatch(mb_inds), args)
         loss.backward()
-        # On a CPU TorchInductor compiles the foreach norm to slow code.
+        # On a CPU TorchInductor 2.13 compiles the foreach norm to slow code.
         nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=device_type == "cuda")
         optimizer.step()
         optimizer.zero_grad()
@@ -362,6 +362,8 @@ def make_policy_step(agent: Agent, rollout: Rollout, noise: torch.Tensor, args: 
 
     @torch.no_grad()
     def policy_step(obs: torch.Tensor) -> torch.Tensor:
+        if args.compile and device_type == "cpu":
+            obs = interleaved(obs)
         with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
             probs, values = acting(obs)
         # A sample of the softmax: https://en.wikipedia.org/wiki/Gumbel_distribution#Gumbel_reparameterization_tricks

@@ -34,7 +34,7 @@ from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
 from leanrl.support.evaluation import require_video
 from leanrl.support.executables import WARMUP_CALLS, make_executable, untouched
-from leanrl.support.layers import ChannelsLastLayerNorm, ChannelsLastLinear, Float32Linear
+from leanrl.support.layers import ChannelsLastLayerNorm, ChannelsLastLinear, Float32Linear, interleaved
 from leanrl.support.optim import Adam
 from leanrl.support.run import Run, seed_everything
 from leanrl.support.scan import linear_recurrence
@@ -260,7 +260,7 @@ def make_update(q_network: QNetwork, optimizer: Adam, rollout: Rollout, args: Ar
         with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
             loss, losses = pqn_loss(q_network, rollout.minibatch(mb_inds))
         loss.backward()
-        # On a CPU TorchInductor compiles the foreach norm to slow code.
+        # On a CPU TorchInductor 2.13 compiles the foreach norm to slow code.
         nn.utils.clip_grad_norm_(q_network.parameters(), args.max_grad_norm, foreach=device_type == "cuda")
         optimizer.step()
         optimizer.zero_grad()
@@ -289,6 +289,8 @@ def make_policy_step(q_network: QNetwork, rollout: Rollout, args: Args) -> tuple
 
     @torch.no_grad()
     def policy_step(obs: torch.Tensor) -> torch.Tensor:
+        if args.compile and device_type == "cpu":
+            obs = interleaved(obs)
         with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
             values, actions = q_network(obs).max(1)
         frames.index_copy_(0, row, obs.movedim(1, -1).unsqueeze(0))

@@ -204,7 +204,7 @@ class Losses(NamedTuple):
 class Noise(NamedTuple):
     """Standard normal numbers for all actions that an update samples.
 
-    Drawn all at once: before 2.13, PyTorch may change the order of random draws within a compiled update.
+    Drawn all at once: before 2.13, a compiled update may reorder random draws (pytorch/pytorch#181136).
     """
 
     target: torch.Tensor  # [B, action_dim]

@@ -8,6 +8,7 @@ from test_on_policy_equality import random_frames
 
 import leanrl.ppo_atari_envpool as ppo
 import leanrl.pqn_atari_envpool as pqn
+from leanrl.support.layers import interleaved
 
 
 def slow_convolution(layer, x, rounded):
@@ -90,8 +91,9 @@ def test_pqns_network_is_the_papers(amp):
         return slow_product(network[12], torch.relu(rounded(slow_norm(network[10], x))))
 
     values, exact = expected((lambda x: x.bfloat16().double()) if amp else lambda x: x), expected(lambda x: x)
-    assert values.std() > 0.1
-    for obs in (frames, frames.contiguous(memory_format=torch.channels_last)):
+    pixels = interleaved(frames)
+    assert values.std() > 0.1 and pixels.is_contiguous(memory_format=torch.channels_last)
+    for obs in (frames, pixels):
         with torch.autocast("cpu", torch.bfloat16, enabled=amp):
             ours = network(obs)
         # Where sums in another order round to the other side, what follows is off by 2**-8.

@@ -2,6 +2,7 @@
 
 import importlib
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -233,6 +234,20 @@ def test_hardly_anything_but_resets(live):
     assert torch.isfinite(torch.stack(losses)).all() and all(x.isfinite().all() for x in gradient)
     assert losses.policy_loss == 0
     assert (losses.entropy != 0) == (loss != 0) == any(x.any() for x in gradient) == bool(live)
+
+
+@pytest.mark.parametrize("module", [ppo, ppo_atari])
+def test_only_gradients_longer_than_the_norm_are_cut_to_it(module, monkeypatch):
+    p = torch.zeros(2, requires_grad=True)
+    agent, rollout = (
+        SimpleNamespace(parameters=lambda: [p]),
+        SimpleNamespace(obs=p, minibatch=lambda gradient: gradient),
+    )
+    monkeypatch.setattr(module, "ppo_loss", lambda agent, gradient, args: (gradient @ p, [p.detach()]))
+    update = module.make_update(agent, torch.optim.SGD([p], lr=1.0), rollout, module.Args(max_grad_norm=0.5))
+    for gradient, parameters in (([0.06, 0.08], [-0.06, -0.08]), ([-6.0, 8.0], [0.24, -0.48])):
+        update(torch.tensor(gradient))
+        assert p.tolist() == pytest.approx(parameters, rel=1e-5)
 
 
 @pytest.mark.parametrize("script", with_long(PPO))

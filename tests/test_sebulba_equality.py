@@ -1,6 +1,8 @@
 """The same curve on any layout, bit for bit, and a comparison that notices when it is not."""
 
 import itertools
+import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -16,9 +18,11 @@ import leanrl.sebulba.collectives as collectives
 import leanrl.support.envs as envs
 from leanrl.sebulba.worker import Worker
 from leanrl.support.tracking import read_metrics
+from leanrl.tools import trials
 from leanrl.tools.reproduce import Args, Run, command, difference, execute, fingerprint
 
 UPDATES = 20
+TASKS = [*[(script, "CartPole-v1") for script in DISTRIBUTED], ("cleanba_ppo", "Pendulum-v1")]
 ARGS = Args(num_envs=16, num_shards=4, num_steps=16, updates=UPDATES)
 
 
@@ -33,7 +37,6 @@ def run_here(monkeypatch, folder, run, args=ARGS, run_ranks=run_alone):
 LAYOUTS = [
     ("cleanba_ppo", 0, "a0-l1,0-d1", {}),
     ("cleanba_impala", 1, "a0-l1,2-d1", {}),
-    ("cleanba_impala", 1, "a0-l0-d2", {}),
     ("cleanba_impala", 0, "a0-l1-d1", {"env_backend": "gymnasium"}),
     ("cleanba_ppo", 0, "a0-l1,2-d1", {"env_id": "Pendulum-v1"}),
 ]
@@ -52,14 +55,24 @@ def test_layouts_learn_the_same(monkeypatch, tmp_path, script, lag, layout, chan
     assert lags and set(lags) == {float(lag)}
 
 
+def test_two_steps_of_a_job_run_side_by_side(monkeypatch, tmp_path):
+    """On one host, of two groups each: both learn what one group alone does."""
+    steps, environ, job = iter("01"), trials.child_environ, random.randrange(10**6)
+    monkeypatch.setattr(trials, "child_environ", lambda: {**environ(), "SLURM_STEP_ID": next(steps)})
+    monkeypatch.setattr(trials.random, "randrange", lambda limit: job)
+    runs = [Run("cleanba_impala", layout, 1, True, UPDATES) for layout in ("a0-l0-d1", "a0-l0-d2")]
+    cases = [replace(ARGS, seed=seed) for seed in (1, 2)]
+    alone = [fingerprint(run_here(monkeypatch, tmp_path / f"{args.seed}", runs[0], args)) for args in cases]
+    with ThreadPoolExecutor() as pool:
+        together = pool.map(lambda args: fingerprint(execute(runs[1], args, tmp_path / f"{args.seed}")), cases)
+    assert alone == [*together] and alone[0] != alone[1]
+
+
+GPUS = {"a0-l1-d1": 2, "a0-l0,1-d1": 2, "a0-l0-d2": 2, "a0-l1,2-d1": 3}
+
+
 @pytest.mark.parametrize("script, lag", [("cleanba_ppo", 0), ("cleanba_impala", 1)])
-@pytest.mark.parametrize(
-    "layout",
-    [
-        *[pytest.param(text, marks=needs_gpus(2)) for text in ("a0-l1-d1", "a0-l0,1-d1", "a0-l0-d2")],
-        pytest.param("a0-l1,2-d1", marks=needs_gpus(3)),
-    ],
-)
+@pytest.mark.parametrize("layout", [pytest.param(text, marks=needs_gpus(n)) for text, n in GPUS.items()])
 def test_layouts_of_gpus_learn_the_same(tmp_path, script, lag, layout):
     args = replace(ARGS, device="cuda")
     runs = [Run(script, text, lag, True, UPDATES) for text in ("a0-l0-d1", layout)]
@@ -69,9 +82,7 @@ def test_layouts_of_gpus_learn_the_same(tmp_path, script, lag, layout):
 
 @pytest.mark.long
 @pytest.mark.parametrize("lag", [0, 1, 2])
-@pytest.mark.parametrize(
-    "script, env_id", [*[(script, "CartPole-v1") for script in DISTRIBUTED], ("cleanba_ppo", "Pendulum-v1")]
-)
+@pytest.mark.parametrize("script, env_id", TASKS)
 def test_every_layout_learns_the_same(tmp_path, script, env_id, lag):
     layouts = ("a0-l0-d1", "a0-l0,1-d1", "a0-l1-d1", "a0-l1,2-d1", "a0-l0-d2", "a0,1-l2,1-d1")
     args = replace(ARGS, env_id=env_id)
@@ -145,9 +156,7 @@ def test_a_wrong_lag_ends_the_run(monkeypatch, tmp_path, capsys, lag):
     assert expected in capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    "script, env_id", [*[(script, "CartPole-v1") for script in DISTRIBUTED], ("cleanba_ppo", "Pendulum-v1")]
-)
+@pytest.mark.parametrize("script, env_id", TASKS)
 def test_acting_follows_the_learner(monkeypatch, tmp_path, script, env_id):
     """With lag 0, actors tell the probabilities and values of the parameters that the learner begins with."""
     rollouts_due, errors = Worker.rollouts_due, []

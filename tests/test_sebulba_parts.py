@@ -142,7 +142,7 @@ def test_the_first_host_of_a_node_list(nodelist, host):
     "text, cores, on_node, local, expected",
     [
         ("a0-l0-d1", 96, None, None, 48),
-        ("a0-l0-d8", 96, None, 8, 6),  # under torchrun
+        ("a0-l0-d128", 96, None, 8, 6),  # under torchrun
         ("a0-l0-d8", 96, 96, 8, 6),  # SLURM's tasks, each of which may run anywhere
         ("a0-l0-d8", 12, 96, 8, 6),  # or only on cores of its own
         ("a0-l0-d8", 12, None, 8, 1),

@@ -87,6 +87,12 @@ class ChannelsLastLinear(nn.Linear):
         return super().forward(x.movedim(1, -1).flatten(1))
 
 
+def interleaved(images: torch.Tensor) -> torch.Tensor:
+    """uint8 [B, 4, H, W] in channels_last: each pixel is written as one integer, which is faster than as four bytes."""
+    first, second, third, fourth = images.int().unbind(1)
+    return (first | second << 8 | third << 16 | fourth << 24).view(torch.uint8).unflatten(-1, (-1, 4)).movedim(-1, 1)
+
+
 def mlp_as_sums(network: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
     """``network(x)`` for a few rows [N, in], with its matrix products written as sums.
 

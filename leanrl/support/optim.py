@@ -32,7 +32,8 @@ class Traceable(torch.optim.Optimizer):
         self.params = group["params"]
         device = self.params[0].device
         # float64, because early in training 1 - 0.999 ** step has only four digits in float32. Shape [1], because
-        # TorchInductor before 2.15 takes a 0-d float64 CPU tensor for a Python number and loses what is written to it.
+        # TorchInductor before 2.15 takes a 0-d float64 CPU tensor for a Python number and loses what is written to it
+        # (not reported upstream).
         self.lr = group["lr"] = torch.tensor([lr], dtype=torch.float64, device=device)
         # All are equal; PyTorch's optimisers count steps per parameter.
         self.num_steps = torch.zeros(len(self.params), 1, dtype=torch.float64, device=device)
@@ -69,7 +70,7 @@ class Adam(Traceable, torch.optim.Adam):
         """Updates the parameters in place along their gradients (https://arxiv.org/abs/1412.6980, algorithm 1)."""
         beta1, beta2 = self.defaults["betas"]
         self.num_steps.add_(1)
-        # as_strided forces these into memory, so they are computed once. Otherwise TorchInductor would inline the
+        # as_strided forces these into memory, so they are computed once. Otherwise TorchInductor 2.13 would inline the
         # float64 powers into the loops over the elements.
         step_size = (self.lr / (1 - beta1 ** self.num_steps[0])).float().as_strided((), ())
         bias_correction2_sqrt = (1 - beta2 ** self.num_steps[0]).sqrt().float().as_strided((), ())

@@ -48,7 +48,7 @@ class Replay:
             raise bad("buffer_size", capacity, f"{takes}; at most {free // row_bytes - 1} transitions fit")
         # The extra row absorbs steps that are not experience.
         self.rows = torch.zeros(capacity + 1, width, device=device)
-        # Shape [1]: TorchInductor before 2.15 loses what is written to a 0-d int64 CPU tensor.
+        # Shape [1]: TorchInductor before 2.15 loses what is written to a 0-d int64 CPU tensor (not reported upstream).
         self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
         self.size = torch.zeros(1, dtype=torch.int64, device=device)
 

@@ -3,7 +3,8 @@
     python -m leanrl.tools.launch --env-ids Breakout-v5 Pong-v5 --num-seeds 3 --workers 2 -- \\
         leanrl/cleanba_ppo.py --device cpu --compile --save-model
     python -m leanrl.tools.launch --env-ids Breakout-v5 --slurm-template leanrl/tools/cleanba.slurm \\
-        --slurm-ntasks 2 --slurm-gpus-per-task 2 --dry-run -- leanrl/cleanba_ppo.py --distributed --learner-device-ids 1
+        --slurm-ntasks 2 --slurm-gpus-per-task 2 --dry-run -- \\
+        leanrl/cleanba_ppo.py --distributed --learner-device-ids 1 --policy-lag 1
 
 The script and its flags come after --; --env-id, --seed and --run-name are added. --dry-run prints what would be run
 or submitted. A SLURM template may name {array} {ntasks} {nodes} {gpus_per_task} {cpus_per_gpu} {commands}.
