@@ -59,7 +59,7 @@ class Adam(Traceable, torch.optim.Adam):
     """``torch.optim.Adam``, traceable.
 
     PyTorch's functional ``adam`` would trace too, but computes two powers for every element of every parameter (6 % of
-    a SAC update).
+    a SAC run).
     """
 
     def __init__(self, params, lr: float, eps: float = 1e-8) -> None:
