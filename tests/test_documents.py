@@ -46,10 +46,14 @@ def split(command: str) -> list[str]:
 
 def check_script(name: str, flags: list[str]) -> None:
     module = importlib.import_module(f"leanrl.{name}")
-    module.validate(tyro.cli(module.Args, args=flags))
+    if "--help" not in flags:
+        module.validate(tyro.cli(module.Args, args=flags))
 
 
 def check_tool(name: str, flags: list[str]) -> None:
+    assert name in TOOLS, f"there is no tool {name}"
+    if "--help" in flags:
+        return
     args = tyro.cli(importlib.import_module(f"leanrl.tools.{name}").Args, args=flags)
     if script_args := getattr(args, "script_args", ()):
         # Of the scripts that the tool runs; the tool sets what else they need.
@@ -62,8 +66,6 @@ def check_tool(name: str, flags: list[str]) -> None:
 
 def check(command: str) -> None:
     program, *words = split(command)
-    if "--help" in words:
-        return
     if program == "torchrun":
         start = next(i for i, word in enumerate(words) if word.endswith(".py"))
         check_script(Path(words[start]).stem, words[start + 1 :])
