@@ -14,6 +14,7 @@ if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
 import torch
 from filelock import FileLock
 from scripts import FINISHED, SCRIPTS, run_tiny, run_tool_in_process, start_process, with_long
+from sebulba_runs import LAUNCHED, end
 
 # Files that take longest go first: what a worker takes from another at the end should be short.
 LONGEST = {f"test_{name}.py" for name in ("off_policy_equality", "on_policy_equality", "resume")}
@@ -48,6 +49,14 @@ def no_old_graphs(request):
     """A CUDA graph of an earlier test that is destroyed in a capture would invalidate it."""
     if "cuda" in request.keywords:
         gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs_on():
+    """What a test has launched ends with it."""
+    yield
+    while LAUNCHED:
+        end(LAUNCHED.pop())
 
 
 @pytest.fixture(scope="session", params=with_long(SCRIPTS))

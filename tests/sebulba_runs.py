@@ -17,6 +17,8 @@ DISTRIBUTED = ["cleanba_ppo", "cleanba_impala"]
 # What torchrun would tell the only rank of a run.
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 ENV = {name: value for name, value in os.environ.items() if name not in ALONE} | {"OMP_NUM_THREADS": "1"}
+# The processes that a test has started; conftest.py ends what is left of them.
+LAUNCHED = []
 
 
 def needs_gpus(number: int) -> list[pytest.MarkDecorator]:
@@ -36,15 +38,13 @@ def launch(script: str, *flags, environ=None, prefix=(sys.executable,)) -> subpr
     """Starts a script; its output, both streams, is in ``stdout``."""
     command = [*prefix, SOURCE / f"{script}.py", *flags]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, env={**ENV, **(environ or {})}, **streams)
+    LAUNCHED.append(subprocess.Popen(command, env={**ENV, **(environ or {})}, **streams))
+    return LAUNCHED[-1]
 
 
 def finish(process: subprocess.Popen, seconds: float = 120) -> tuple[int, str]:
     """Waits for the end: exit code and output."""
-    try:
-        out, _ = process.communicate(timeout=seconds)
-    finally:
-        end(process)
+    out, _ = process.communicate(timeout=seconds)
     return process.returncode, out
 
 
@@ -82,10 +82,13 @@ def alive(processes: list[psutil.Process]) -> list[int]:
     return [p.pid for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
-def run_alone(monkeypatch, script: str, *flags, environ=ALONE) -> int:
-    """Runs a rank, by default the only one, in this process, as torchrun would start it; returns the exit code."""
+def run_alone(monkeypatch, script: str, *flags, **environ) -> int:
+    """Runs a rank, by default the only one, in this process, as torchrun would start it; returns the exit code.
+
+    ``environ`` are torchrun's variables that differ from those of the only rank.
+    """
     with monkeypatch.context() as patch:
-        for name, value in environ.items():
+        for name, value in {**ALONE, **environ}.items():
             patch.setenv(name, value)
         patch.setattr(os, "_exit", sys.exit)
         try:
@@ -103,12 +106,10 @@ def run_both(monkeypatch, script: str, *flags, meanwhile=lambda process: None, r
     """
     store = local_store()
     # The last: no rank holds the store.
-    environ = {**ALONE, "WORLD_SIZE": "2", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    process = launch(script, *flags, environ={**environ, "RANK": str(1 - rank)})
-    try:
-        meanwhile(process)
-        code = run_alone(monkeypatch, script, *flags, environ={**environ, "RANK": str(rank)})
-    finally:
-        others_code, out = finish(process)
+    environ = {"WORLD_SIZE": "2", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    process = launch(script, *flags, environ={**ALONE, **environ, "RANK": str(1 - rank)})
+    meanwhile(process)
+    code = run_alone(monkeypatch, script, *flags, RANK=str(rank), **environ)
+    others_code, out = finish(process)
     assert others_code == code, out
     return code

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from test_off_policy_targets import product, rounded
 from test_on_policy_equality import random_frames
 
 import leanrl.ppo_atari_envpool as ppo
@@ -11,8 +12,8 @@ import leanrl.pqn_atari_envpool as pqn
 from leanrl.support.layers import interleaved
 
 
-def slow_convolution(layer, x, rounded):
-    """[B, C, H, W] -> [B, out, H', W'] in float64, pixel for pixel; ``rounded`` is what goes in and out."""
+def slow_convolution(layer, x):
+    """[B, C, H, W] -> [B, out, H', W'] in float64, pixel for pixel; under autocast, what goes in and out is rounded."""
     weight, bias = rounded(layer.weight.double()), rounded(layer.bias.double())
     (size, _), (stride, _) = layer.kernel_size, layer.stride
     out = (x.shape[-1] - size) // stride + 1
@@ -24,19 +25,23 @@ def slow_convolution(layer, x, rounded):
     return rounded(pixels)
 
 
-def slow_product(layer, x, rounded=lambda x: x):
-    return rounded((rounded(x)[:, None] * rounded(layer.weight.double())).sum(2) + rounded(layer.bias.double()))
+def slow_product(layer, x):
+    return rounded(product(rounded(x), rounded(layer.weight.double().t())) + rounded(layer.bias.double()))
 
 
-def slow_ppo(agent, obs, rounded):
+def slow_head(layer, x):
+    return product(x, layer.weight.double().t()) + layer.bias.double()
+
+
+def slow_ppo(agent, obs):
     """Logits and values."""
     first, _, second, _, third, _, hidden, _ = agent.network
     x = obs.double() / 255
     for layer in (first, second, third):
-        x = torch.relu(slow_convolution(layer, x, rounded))
+        x = torch.relu(slow_convolution(layer, x))
     assert x.shape[2:] == (7, 7)
-    x = torch.relu(slow_product(hidden, x.movedim(1, -1).flatten(1), rounded))
-    return slow_product(agent.actor, x), slow_product(agent.critic, x)[:, 0]
+    x = torch.relu(slow_product(hidden, x.movedim(1, -1).flatten(1)))
+    return slow_head(agent.actor, x), slow_head(agent.critic, x)[:, 0]
 
 
 @pytest.mark.parametrize("amp", [False, True], ids=["float32", "bf16"])
@@ -50,13 +55,12 @@ def test_ppos_network_is_the_papers(channels, layout, amp):
             layer.bias.normal_(std=0.1)
     agent.actor.weight *= 100  # as far from nothing as the values
     obs = random_frames(3)
-    logits, expected = slow_ppo(agent, obs, (lambda x: x.bfloat16().double()) if amp else lambda x: x)
     agent.to(memory_format=getattr(torch, layout))
     with torch.autocast("cpu", torch.bfloat16, enabled=amp):
-        probs, values = agent(obs)
+        (probs, values), (logits, expected) = agent(obs), slow_ppo(agent, obs)
     tolerance = 1e-3 if amp else 1e-5
     if amp:  # and what is not rounded would be seen
-        exact, _ = slow_ppo(agent, obs, lambda x: x)
+        exact, _ = slow_ppo(agent, obs)
         assert (exact - logits).abs().max() > 2 * tolerance
     assert logits.std() > 0.3 and expected.std() > 0.03
     assert probs.logits.dtype == values.dtype == torch.float32
@@ -83,14 +87,15 @@ def test_pqns_network_is_the_papers(amp):
         p += 0.1 * p.abs().mean().clamp(min=0.1) * torch.randn_like(p)  # biases and the norms' weights too
     frames = random_frames(2)
 
-    def expected(rounded):
+    def expected():
         x = frames.double() / 255
         for i in (0, 3, 6):
-            x = torch.relu(rounded(slow_norm(network[i + 1], slow_convolution(network[i], x, rounded))))
-        x = slow_product(network[9], x.movedim(1, -1).flatten(1), rounded)
-        return slow_product(network[12], torch.relu(rounded(slow_norm(network[10], x))))
+            x = torch.relu(rounded(slow_norm(network[i + 1], slow_convolution(network[i], x))))
+        x = slow_product(network[9], x.movedim(1, -1).flatten(1))
+        return slow_head(network[12], torch.relu(rounded(slow_norm(network[10], x))))
 
-    values, exact = expected((lambda x: x.bfloat16().double()) if amp else lambda x: x), expected(lambda x: x)
+    with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+        values = expected()
     pixels = interleaved(frames)
     assert values.std() > 0.1 and torch.equal(pixels, frames) and pixels.movedim(1, -1).is_contiguous()
     for obs in (frames, pixels):
@@ -98,7 +103,7 @@ def test_pqns_network_is_the_papers(amp):
             ours = network(obs)
         # Where sums in another order round to the other side, what follows is off by 2**-8.
         torch.testing.assert_close(ours, values.float(), rtol=1e-4, atol=5e-3 if amp else 1e-4)
-        assert not amp or (ours - values).abs().mean() < 0.3 * (exact - values).abs().mean()
+        assert not amp or (ours - values).abs().mean() < 0.3 * (expected() - values).abs().mean()
 
 
 def test_minibatches_are_channels_last():

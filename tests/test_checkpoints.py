@@ -8,15 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from leanrl.support.checkpoints import (
-    FORMAT,
-    list_checkpoints,
-    load_checkpoint,
-    load_last_checkpoint,
-    resumed_step,
-    save_atomically,
-    save_checkpoint,
-)
+from leanrl.support import checkpoints
+from leanrl.support.checkpoints import list_checkpoints, load_checkpoint, load_last_checkpoint, save_checkpoint
 from leanrl.support.errors import UsageError
 from leanrl.support.run import rng_state, set_rng_state
 
@@ -28,18 +21,18 @@ def save(folder, step, identity=IDENTITY):
 
 
 def test_a_checkpoint_of_another_version_is_refused_in_one_line(tmp_path):
-    save_atomically({"format": "leanrl-checkpoint-2", **IDENTITY, "global_step": 5, "state": {}}, tmp_path / "old.pt")
+    torch.save({"format": "leanrl-checkpoint-2", **IDENTITY, "global_step": 5, "state": {}}, tmp_path / "old.pt")
     with pytest.raises(UsageError, match=r"old\.pt: was written by another version of LeanRL; resume"):
         load_checkpoint(tmp_path / "old.pt", IDENTITY)
 
 
 def test_the_step_to_resume_at_and_copies_under_other_names(tmp_path):
     assert load_last_checkpoint(tmp_path / "checkpoints", IDENTITY) is None
-    assert resumed_step(tmp_path) == resumed_step(None) == 0
+    assert checkpoints.resumed_step(tmp_path) == checkpoints.resumed_step(None) == 0
     best = save(tmp_path / "checkpoints", 10).rename(tmp_path / "checkpoints" / "step_best.pt")
-    assert resumed_step(tmp_path) == 0
+    assert checkpoints.resumed_step(tmp_path) == 0
     save(tmp_path / "checkpoints", 20)
-    assert resumed_step(str(tmp_path)) == 20
+    assert checkpoints.resumed_step(str(tmp_path)) == 20
     assert load_last_checkpoint(tmp_path / "checkpoints", IDENTITY)[0] == 20
     assert best.exists()
 
@@ -118,7 +111,7 @@ class Intruder:
         return os.mkdir, (str(self.path),)
 
 
-HEADER = {"format": FORMAT, **IDENTITY}
+HEADER = {"format": checkpoints.FORMAT, **IDENTITY}
 WRITERS = {
     "pickle": lambda path, intruder: path.write_bytes(pickle.dumps(intruder)),
     "torch": lambda path, intruder: torch.save({**HEADER, "global_step": 10, "state": intruder}, path),

@@ -6,15 +6,7 @@ import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from leanrl.support.envs import (
-    TERMINATED,
-    EnvPoolVectorEnv,
-    SerialVectorEnv,
-    env_seeds,
-    make_env,
-    make_envs,
-    require_continuous_actions,
-)
+from leanrl.support.envs import TERMINATED, SerialVectorEnv, env_seeds, make_env, make_envs, require_continuous_actions
 from leanrl.support.errors import UsageError
 
 BACKENDS = ["gymnasium", "envpool"]
@@ -105,10 +97,7 @@ def test_falls_at_the_time_limit_are_terminations(backend, env_id):
     """Told from the observations, and what Gymnasium says, or EnvPool where the same episodes have more time."""
 
     def play(num_steps):
-        if backend == "gymnasium":
-            envs = SerialVectorEnv([make_env(env_id, max_episode_steps=num_steps) for _ in range(16)], env_seeds(1, 16))
-        else:
-            envs = EnvPoolVectorEnv(env_id, env_seeds(1, 16), num_threads=1, max_episode_steps=num_steps)
+        envs = make_envs(env_id, 16, 1, backend, num_threads=1, max_episode_steps=num_steps)
         (obs, _), rng, space, ends = envs.reset(), np.random.default_rng(0), envs.single_action_space, []
         low, high = (0, space.n - 1) if isinstance(space, gym.spaces.Discrete) else (space.low, space.high)
         for _ in range(num_steps):
@@ -241,8 +230,8 @@ DICTS = ["CheetahRun-v1", "FingerSpin-v1", "FetchReach-v4", "FrankaKitchen-v1", 
 
 @pytest.mark.parametrize("env_id", DICTS)
 def test_envpools_dicts_are_flattened_as_gymnasium_does(env_id):
-    envs, seeds = EnvPoolVectorEnv(env_id, env_seeds(1, 3), num_threads=1), env_seeds(1, 3)
-    pool = envpool.make(env_id, env_type="gymnasium", num_envs=3, seed=seeds, num_threads=1)
+    envs = make_envs(env_id, 3, seed=1, backend="envpool", num_threads=1)
+    pool = envpool.make(env_id, env_type="gymnasium", num_envs=3, seed=env_seeds(1, 3), num_threads=1)
 
     def resorted(space):
         if not isinstance(space, gym.spaces.Dict):

@@ -9,19 +9,8 @@ import numpy as np
 import pytest
 from gymnasium.envs.classic_control import CartPoleEnv
 from gymnasium.envs.mujoco.hopper_v5 import HopperEnv
-from scripts import (
-    OFF_POLICY,
-    course,
-    leaves,
-    newest_checkpoint,
-    run,
-    run_tiny,
-    run_until,
-    start_process,
-    summary,
-    tiny,
-    with_long,
-)
+from gymnasium.envs.registration import EnvSpec
+from scripts import OFF_POLICY, course, leaves, newest_checkpoint, run, run_tiny, run_until, summary, tiny, with_long
 
 from leanrl.support.checkpoints import list_checkpoints
 from leanrl.support.envs import SerialVectorEnv
@@ -66,18 +55,18 @@ def test_resume_is_exact(script, tmp_path):
 
 # The fast variants; but for DQN's only with --all.
 @pytest.mark.parametrize("script", with_long(OFF_POLICY[1::2], long=OFF_POLICY[:-1]))
-def test_resume_of_a_compiled_run_is_exact(script, tmp_path):
+def test_resume_of_a_compiled_run_is_exact(script, start, tmp_path):
     """Compilation and its warm-up leave no trace."""
     straight, run_dir = tmp_path / "straight", tmp_path / "run"
     flags = ["--compile", "--total-timesteps=400", "--log-every=1", "--checkpoint-every=201"]
     flags += [f"--runs-dir={tmp_path}", "--run-name=straight"]
     # Processes of their own: compilation sets switches of the whole process.
-    assert start_process(script, *tiny(script), *flags).wait(timeout=600) == 0
+    assert start(script, *tiny(script), *flags).wait(timeout=600) == 0
     shutil.copytree(straight, run_dir)
     newest, before = list_checkpoints(run_dir / "checkpoints")
     assert before.name == "step_000000000201.pt"
     newest.unlink()
-    assert start_process(script, "--resume", run_dir).wait(timeout=600) == 0
+    assert start(script, "--resume", run_dir).wait(timeout=600) == 0
     assert_same_run(run_dir, straight)
 
 
@@ -142,15 +131,9 @@ def adam_steps(state: dict) -> int:
 # ------------------------------------------------------------------------------------------------------------- REPLAY
 
 
-@pytest.fixture(scope="module")
-def short_env_ids():
-    """Environments of which some episodes end in a failure and some by their short time limit."""
-    ids = {"Hopper": "ShortHopper-v0", "CartPole": "ShortCartPole-v0"}
-    gym.register(ids["Hopper"], HopperEnv, max_episode_steps=14)
-    gym.register(ids["CartPole"], CartPoleEnv, max_episode_steps=18)
-    yield ids
-    for env_id in ids.values():
-        del gym.registry[env_id]
+# Some of their episodes end in a failure and some by the short time limit.
+SHORT_HOPPER = EnvSpec("ShortHopper-v0", HopperEnv, max_episode_steps=14)
+SHORT_CARTPOLE = EnvSpec("ShortCartPole-v0", CartPoleEnv, max_episode_steps=18)
 
 
 @pytest.fixture
@@ -198,11 +181,12 @@ def test_a_fixed_alpha_is_logged_before_the_actor_trains(tmp_path):
 
 
 @pytest.mark.parametrize("script", OFF_POLICY)
-def test_the_replay_holds_what_happened(script, short_env_ids, stream, tmp_path):
+def test_the_replay_holds_what_happened(script, stream, tmp_path, monkeypatch):
     """All but the steps that only reset; where time ran out, the true last observation and no termination."""
     num_envs = 3
-    env_id = short_env_ids["CartPole" if script.startswith("dqn") else "Hopper"]
-    flags = [f"--env-id={env_id}", f"--num-envs={num_envs}", "--total-timesteps=600"]
+    env = SHORT_CARTPOLE if script.startswith("dqn") else SHORT_HOPPER
+    monkeypatch.setitem(gym.registry, env.id, env)
+    flags = [f"--env-id={env.id}", f"--num-envs={num_envs}", "--total-timesteps=600"]
     rows = replay_rows(run_tiny(script, tmp_path, *flags))
 
     ((last_obs,), *steps) = stream

@@ -77,8 +77,7 @@ def learner(script: str, mode: str, device: torch.device, **changes) -> SimpleNa
                 made()
         return made
 
-    made = dict(losses=losses, parts=parts, args=args, touched=touched)
-    return SimpleNamespace(update=lambda *turn: executable(*turn)(), **made)
+    return SimpleNamespace(update=lambda *turn: executable(*turn)(), losses=losses, parts=parts, args=args)
 
 
 def td3_parts(td3, adam, args, device: torch.device) -> dict:
@@ -90,8 +89,8 @@ def td3_parts(td3, adam, args, device: torch.device) -> dict:
     }
 
 
-def sac_parts(sac, adam, args, device: torch.device) -> dict:
-    actor, critics = sac.Actor(OBS_DIM, LOW, HIGH).to(device), sac.Critics(OBS_DIM, len(LOW)).to(device)
+def sac_parts(sac, adam, args, device: torch.device, *more) -> dict:
+    actor, critics = sac.Actor(OBS_DIM, LOW, HIGH).to(device), sac.Critics(OBS_DIM, len(LOW), *more).to(device)
     log_alpha = torch.tensor([1.0 if args.autotune else args.alpha], device=device).log().requires_grad_()
     return {
         **{"actor": actor, "critics": critics, "critics_target": deepcopy(critics), "log_alpha": log_alpha},
@@ -108,17 +107,10 @@ def dqn_parts(dqn, adam, args, device: torch.device) -> dict:
 
 
 def fast_sac_parts(fast_sac, adam, args, device: torch.device) -> dict:
-    actor, critics = fast_sac.Actor(OBS_DIM, LOW, HIGH).to(device), fast_sac.Critics(OBS_DIM, len(LOW), args).to(device)
-    log_alpha = torch.tensor([args.alpha], device=device).log().requires_grad_()
-    obs_moments = RunningMoments((OBS_DIM,)).to(device)
+    parts = sac_parts(fast_sac, adam, args, device, args)
+    parts["obs_moments"] = obs_moments = RunningMoments((OBS_DIM,)).to(device)
     obs_moments.update(2 + 3 * torch.randn(50, OBS_DIM, device=device))
-    return {
-        **{"actor": actor, "critics": critics, "critics_target": deepcopy(critics), "log_alpha": log_alpha},
-        "actor_optimizer": adam(actor.parameters(), lr=args.policy_lr, eps=EPS),
-        "q_optimizer": adam(critics.parameters(), lr=args.q_lr, eps=EPS),
-        "a_optimizer": adam([log_alpha], lr=args.q_lr, eps=EPS),
-        "obs_moments": obs_moments,
-    }
+    return parts
 
 
 PARTS = {"dqn": dqn_parts, "sac": sac_parts, "td3": td3_parts, "fast_sac": fast_sac_parts}

@@ -24,10 +24,11 @@ from leanrl.support.replay import Batch, LastStep
 LOW, HIGH = np.float32([-3.0, -0.4]), np.float32([3.0, 0.2])
 SCALE, BIAS = torch.tensor([3.0, 0.3]).double(), torch.tensor([0.0, -0.1]).double()
 OBS_DIM, BATCH_SIZE, NUM_UPDATES = 5, 32, 4
+in_either_precision = pytest.mark.parametrize("amp", ["none", "bf16"])
 
 
-def random_batch(seed=0, discrete=0):
-    """Transitions in float64, a third of them terminations."""
+def random_batch(seed=0, discrete=0, dtype=torch.float64):
+    """Transitions, a third of them terminations."""
     g = torch.Generator().manual_seed(seed)
     obs, next_obs = torch.randn(2, BATCH_SIZE, OBS_DIM, generator=g, dtype=torch.float64)
     actions = BIAS + SCALE * (2 * torch.rand(BATCH_SIZE, 2, generator=g, dtype=torch.float64) - 1)
@@ -36,7 +37,9 @@ def random_batch(seed=0, discrete=0):
     rewards = torch.randn(BATCH_SIZE, generator=g, dtype=torch.float64)
     terminations = (torch.rand(BATCH_SIZE, generator=g) < 1 / 3).double()
     assert 0 < terminations.sum() < BATCH_SIZE
-    return Batch(obs, next_obs, actions, rewards, terminations)
+    if dtype == torch.float32:  # values near 100 stay there
+        rewards, terminations = rewards + 1, 0 * terminations
+    return Batch(*(x.to(dtype) for x in (obs, next_obs, actions, rewards, terminations)))
 
 
 def replay_of(batches):
@@ -45,15 +48,32 @@ def replay_of(batches):
     return SimpleNamespace(rows=torch.zeros(1), sample=lambda batch_size: next(batches))
 
 
+def in_precision(args, *critics):
+    """``(tolerance, dtype)``, and the critics in float32 for --amp bf16, otherwise in float64.
+
+    Values in bf16 are near 100, where it has steps of 0.5: losses and targets that are rounded to it would be seen.
+    """
+    if args.amp == "none":
+        return 1e-5, [critic.double() for critic in critics] and torch.float64
+    args.tau = 0.5  # so that float32 tells how targets move
+    for critic in critics:
+        [*critic.parameters()][-1].data += 100
+    # Sums in another order may round to the other side, which FastSAC's mean over 51 atoms makes larger.
+    return 0.05 if isinstance(args, fast_sac.Args) else 0.02, torch.float32
+
+
 def assert_same_way(ours, theirs, start, tolerance):
     """``ours`` has moved from ``start`` to where ``theirs`` has, but for ``tolerance`` of the way."""
     ours, theirs, start = (torch.cat([p.detach().flatten() for p in x.parameters()]) for x in (ours, theirs, start))
     way = (theirs - start).norm()
-    assert way > 1e-4 and (ours - theirs).norm() < tolerance * way
+    assert way > (1e-4 if ours.dtype == torch.float64 else 1e-6) and (ours - theirs).norm() < tolerance * way
 
 
-def adam(module, lr):
-    return torch.optim.Adam(module.parameters(), lr=lr, betas=(0.9, 0.999), eps=1e-8)
+def optimizer_of(module, lr):
+    """Adam; for --amp bf16 SGD, as Adam's first steps are only signs, and rounding decides those of small gradients."""
+    if next(module.parameters()).dtype == torch.float32:
+        return torch.optim.SGD(module.parameters(), lr / 10)
+    return torch.optim.Adam(module.parameters(), lr, betas=(0.9, 0.999), eps=1e-8)
 
 
 def step(optimizer, loss):
@@ -76,16 +96,25 @@ def qf_parameters(critics, number):
     return [p[number] for p in critics.parameters()]
 
 
-def slow_mlp(parameters, x, rounded=lambda x: x, bias_inside=False):
-    """Two hidden layers with relu, product for product; ``rounded`` is what the second layer's go through.
+def rounded(x):
+    """To bf16's precision under autocast."""
+    return x.bfloat16().to(x.dtype) if torch.is_autocast_enabled("cpu") else x
+
+
+def product(x, weight):
+    """[B, in] and [in, out] -> [B, out]"""
+    return (x[:, :, None] * weight).sum(1)
+
+
+def slow_mlp(parameters, x, bias_inside=False):
+    """Two hidden layers with relu, the product between them in bf16 under autocast.
 
     ``bias_inside``: its bias is added before the sum is rounded, as nn.Linear does.
     """
     w1, b1, w2, b2, w3, b3 = parameters
-    hidden = torch.relu((x[:, :, None] * w1).sum(1) + b1)
-    product = (rounded(hidden)[:, :, None] * rounded(w2)).sum(1)
-    hidden = torch.relu(rounded(product + rounded(b2)) if bias_inside else rounded(product) + b2)
-    return (hidden[:, :, None] * w3).sum(1) + b3
+    x = product(rounded(torch.relu(product(x, w1) + b1)), rounded(w2))
+    x = torch.relu(rounded(x + rounded(b2)) if bias_inside else rounded(x) + b2)
+    return product(x, w3) + b3
 
 
 def qf(critics, number):
@@ -108,12 +137,12 @@ def test_networks_in_either_precision(module):
     for amp in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=amp):
             values = network(*inputs)
-        rounded = (lambda x: x.bfloat16().float()) if amp else (lambda x: x)
-        expected = torch.stack([slow_mlp(ps, torch.cat(inputs, 1), rounded, bias_inside) for ps in slow.values()])
+            expected = torch.stack([slow_mlp(ps, torch.cat(inputs, 1), bias_inside) for ps in slow.values()])
         assert values.dtype == torch.float32
         # Where sums in another order round to the other side, an element of the hidden layer is off by 2**-8.
         assert (values.view_as(expected) - expected).abs().max() < (1e-3 if amp else 1e-5)
-    inexact = slow_mlp(next(iter(slow.values())), torch.cat(inputs, 1).bfloat16().float(), rounded, bias_inside)
+    with torch.autocast("cpu", torch.bfloat16):
+        inexact = slow_mlp(next(iter(slow.values())), torch.cat(inputs, 1).bfloat16().float(), bias_inside)
     assert (inexact - expected[0]).abs().max() > 5e-3  # so observations in bf16 would be seen
 
 
@@ -124,8 +153,7 @@ def test_actors_in_either_precision(module, amp):
     actor, obs = module.Actor(OBS_DIM, LOW, HIGH), torch.randn(BATCH_SIZE, OBS_DIM)
     with torch.autocast("cpu", torch.bfloat16, enabled=amp):
         outputs = actor(obs)
-    rounded = (lambda x: x.bfloat16().float()) if amp else (lambda x: x)
-    x = slow_mlp([p.t() for p in actor.parameters()], obs, rounded, bias_inside=True)
+        x = slow_mlp([p.t() for p in actor.parameters()], obs, bias_inside=True)
     mean, log_std = x.chunk(2, 1) if module is sac else (x, x)
     expected = (mean, -5 + 3.5 * (log_std.tanh() + 1)) if module is sac else (BIAS + SCALE * x.tanh()).float()
     torch.testing.assert_close(outputs, expected, rtol=0, atol=2e-3 if amp else 1e-5)
@@ -172,7 +200,7 @@ def slow_sac(actor, critics, log_alpha, batches, args):
     """https://arxiv.org/abs/1812.05905, algorithm 1, with CleanRL's delayed policy updates."""
     critics_target = deepcopy(critics)
     qf1, qf2, qf1_target, qf2_target = (qf(twins, i) for twins in (critics, critics_target) for i in (0, 1))
-    optimizers = [adam(actor, args.policy_lr), adam(critics, args.q_lr)]
+    optimizers = [optimizer_of(actor, args.policy_lr), optimizer_of(critics, args.q_lr)]
     a_optimizer = torch.optim.Adam([log_alpha], lr=args.q_lr)
     for n, (obs, next_obs, actions, rewards, terminations) in enumerate(batches, start=1):
         # All of an update at once, as the script draws it: for the targets, twice the actor, twice the coefficient.
@@ -191,38 +219,42 @@ def slow_sac(actor, critics, log_alpha, batches, args):
                     with torch.no_grad():
                         _, log_pi = density(*actor(obs), noise[i + 2])
                     step(a_optimizer, -(log_alpha.exp() * (log_pi - 2.0)).mean())  # two dimensions of actions
-        move(critics_target, critics, 0.005)
+        move(critics_target, critics, args.tau)
     return critics_target
 
 
 def assert_learns_as(slow_update, script, args, actor, critics, *more, alpha, **turn):
     """The script's updates, whose further arguments are ``more``, move all parts as the transcription does."""
-    log_alpha = torch.tensor([alpha], dtype=torch.float64).log().requires_grad_()
+    tolerance, dtype = in_precision(args, critics)
+    actor.to(dtype)
+    log_alpha = torch.tensor([alpha], dtype=dtype).log().requires_grad_()
     start = deepcopy((actor, critics, log_alpha))
     slow = deepcopy(start)
-    batches = [random_batch(seed) for seed in range(NUM_UPDATES)]
+    batches = [random_batch(seed, dtype=dtype) for seed in range(NUM_UPDATES)]
     torch.manual_seed(1)
-    slow_target = slow_update(*slow, *more, batches, args)
+    with torch.autocast("cpu", torch.bfloat16, enabled=args.amp == "bf16"):
+        slow_target = slow_update(*slow, *more, batches, args)
     critics_target = deepcopy(critics)
-    optimizers = adam(actor, args.policy_lr), adam(critics, args.q_lr), torch.optim.Adam([log_alpha], lr=args.q_lr)
-    parts = actor, critics, critics_target, log_alpha, *optimizers, *more, replay_of(batches), args
-    update, losses = script.make_update(*parts)
+    optimizers = optimizer_of(actor, args.policy_lr), optimizer_of(critics, args.q_lr)
+    parts = actor, critics, critics_target, log_alpha, *optimizers, torch.optim.Adam([log_alpha], lr=args.q_lr)
+    update, losses = script.make_update(*parts, *more, replay_of(batches), args)
     torch.manual_seed(1)
     for n in range(1, NUM_UPDATES + 1):
         update(with_actor=n % 2 == 0, **turn)
-    assert_same_way(actor, slow[0], start[0], tolerance=1e-5)
+    assert_same_way(actor, slow[0], start[0], tolerance)
     for ours, theirs in ((critics, slow[1]), (critics_target, slow_target)):
-        assert_same_way(ours, theirs, start[1], tolerance=1e-5)
-    torch.testing.assert_close(log_alpha, slow[2], rtol=1e-5, atol=1e-8)
+        assert_same_way(ours, theirs, start[1], tolerance)
+    torch.testing.assert_close(log_alpha, slow[2], rtol=tolerance, atol=1e-8)
     assert torch.equal(log_alpha, start[2]) != args.autotune
     assert losses.alpha.item() == pytest.approx(log_alpha.exp().item(), rel=1e-6)
 
 
+@in_either_precision
 @pytest.mark.parametrize("autotune", [True, False])
-def test_sac_update_is_the_papers(autotune):
-    args = sac.Args(autotune=autotune, batch_size=BATCH_SIZE)
+def test_sac_update_is_the_papers(autotune, amp):
+    args = sac.Args(autotune=autotune, batch_size=BATCH_SIZE, amp=amp)
     torch.manual_seed(0)
-    actor, critics = sac.Actor(OBS_DIM, LOW, HIGH).double(), sac.Critics(OBS_DIM, 2).double()
+    actor, critics = sac.Actor(OBS_DIM, LOW, HIGH), sac.Critics(OBS_DIM, 2)
     assert_learns_as(slow_sac, sac, args, actor, critics, alpha=1.0 if autotune else 0.2, with_targets=True)
 
 
@@ -259,12 +291,11 @@ def slow_layer_norm(x, weight, bias):
     return weight * x / (x.square().mean(1, keepdim=True) + 1e-5).sqrt() + bias
 
 
-def slow_logits(critics, number, obs, actions, rounded=lambda x: x):
-    """``rounded`` is what the product between the hidden layers goes through."""
+def slow_logits(critics, number, obs, actions):
     w1, b1, weight1, bias1, w2, b2, weight2, bias2, w3, b3 = qf_parameters(critics, number)
-    x = torch.relu(slow_layer_norm(torch.cat([obs, actions], 1) @ w1 + b1, weight1, bias1))
-    x = rounded(rounded(x) @ rounded(w2)) + b2
-    return torch.relu(slow_layer_norm(x, weight2, bias2)) @ w3 + b3
+    x = torch.relu(slow_layer_norm(product(torch.cat([obs, actions], 1), w1) + b1, weight1, bias1))
+    x = rounded(product(rounded(x), rounded(w2))) + b2
+    return product(torch.relu(slow_layer_norm(x, weight2, bias2)), w3) + b3
 
 
 @torch.no_grad()
@@ -274,19 +305,17 @@ def test_fast_sacs_networks_in_bf16():
     for p in (*actor.parameters(), *critics.parameters()):
         p += 0.1 * torch.randn_like(p)
     obs, actions = torch.randn(BATCH_SIZE, OBS_DIM), torch.randn(BATCH_SIZE, 2)
-    with torch.autocast("cpu", torch.bfloat16):
-        logits, (mean, log_std) = critics(obs, actions), actor(obs)
 
-    def expected(rounded):
-        yield from (slow_logits(critics, i, obs, actions, rounded) for i in (0, 1))
+    def slow_outputs():
         w1, b1, weight1, bias1, w2, b2, weight2, bias2, w3, b3 = actor.parameters()
-        x = torch.relu(slow_layer_norm(obs @ w1.t() + b1, weight1, bias1))
-        x = rounded(rounded(x) @ rounded(w2.t()) + rounded(b2))
-        mean, log_std = (torch.relu(slow_layer_norm(x, weight2, bias2)) @ w3.t() + b3).chunk(2, 1)
-        yield from (mean, -5 + 3.5 * (log_std.tanh() + 1))
+        x = torch.relu(slow_layer_norm(product(obs, w1.t()) + b1, weight1, bias1))
+        x = rounded(product(rounded(x), rounded(w2.t())) + rounded(b2))
+        mean, log_std = (product(torch.relu(slow_layer_norm(x, weight2, bias2)), w3.t()) + b3).chunk(2, 1)
+        return *(slow_logits(critics, i, obs, actions) for i in (0, 1)), mean, -5 + 3.5 * (log_std.tanh() + 1)
 
-    rounded, exact = expected(lambda x: x.bfloat16().float()), expected(lambda x: x)
-    for ours, theirs, wrong in zip((*logits, mean, log_std), rounded, exact, strict=True):
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs, expected = (*critics(obs, actions), *actor(obs)), slow_outputs()
+    for ours, theirs, wrong in zip(outputs, expected, slow_outputs(), strict=True):
         assert ours.dtype == torch.float32
         assert (ours - theirs).abs().mean() < 0.1 * (ours - wrong).abs().mean()
 
@@ -295,7 +324,7 @@ def slow_fast_sac(actor, critics, log_alpha, normalize, batches, args):
     """https://arxiv.org/abs/2512.01996, with one target for both critics."""
     critics_target = deepcopy(critics)
     atoms = torch.linspace(-100, 1_000, 51, dtype=torch.float64)
-    optimizers = [adam(actor, args.policy_lr), adam(critics, args.q_lr)]
+    optimizers = [optimizer_of(actor, args.policy_lr), optimizer_of(critics, args.q_lr)]
     a_optimizer = torch.optim.Adam([log_alpha], lr=args.q_lr)
     value = lambda number, obs, actions: slow_logits(critics, number, obs, actions).softmax(1) @ atoms  # noqa: E731
     for n, (obs, next_obs, actions, rewards, terminations) in enumerate(batches, start=1):
@@ -314,15 +343,16 @@ def slow_fast_sac(actor, critics, log_alpha, normalize, batches, args):
             pi, log_pi = density(*actor(obs), noise[1])
             values = (value(0, obs, pi) + value(1, obs, pi)) / 2
             step(optimizers[0], (log_alpha.exp().detach() * log_pi - values).mean())
-        move(critics_target, critics, 0.125)
+        move(critics_target, critics, args.tau)
     return critics_target
 
 
+@in_either_precision
 @pytest.mark.parametrize("autotune", [True, False])
-def test_fast_sac_update_is_the_papers(autotune):
-    args = fast_sac.Args(autotune=autotune, batch_size=BATCH_SIZE)
+def test_fast_sac_update_is_the_papers(autotune, amp):
+    args = fast_sac.Args(autotune=autotune, batch_size=BATCH_SIZE, amp=amp)
     torch.manual_seed(0)
-    actor, critics = fast_sac.Actor(OBS_DIM, LOW, HIGH).double(), fast_sac.Critics(OBS_DIM, 2, args).double()
+    actor, critics = fast_sac.Actor(OBS_DIM, LOW, HIGH), fast_sac.Critics(OBS_DIM, 2, args)
     for p in (*actor.parameters(), *critics.parameters()):  # norms' weights are 1 at first, and all returns alike
         p.data += 0.05 * torch.randn_like(p)
     parts = actor, critics, lambda x: (x - 0.3) / 1.7  # how observations are normalised
@@ -336,7 +366,7 @@ def slow_td3(actor, critics, batches, args):
     """https://arxiv.org/abs/1802.09477, algorithm 1."""
     actor_target, critics_target = deepcopy(actor), deepcopy(critics)
     qf1, qf2, qf1_target, qf2_target = (qf(twins, i) for twins in (critics, critics_target) for i in (0, 1))
-    optimizers = [adam(actor, args.learning_rate), adam(critics, args.learning_rate)]
+    optimizers = [optimizer_of(actor, args.learning_rate), optimizer_of(critics, args.learning_rate)]
     low, high = torch.from_numpy(LOW).double(), torch.from_numpy(HIGH).double()
     for n, (obs, next_obs, actions, rewards, terminations) in enumerate(batches, start=1):
         with torch.no_grad():
@@ -348,29 +378,33 @@ def slow_td3(actor, critics, batches, args):
         if n % 2 == 0:
             step(optimizers[0], -qf1(obs, actor(obs)).mean())
             for target, trained in ((actor_target, actor), (critics_target, critics)):
-                move(target, trained, 0.005)
+                move(target, trained, args.tau)
     return actor_target, critics_target
 
 
-def test_td3_update_is_the_papers():
-    args = td3.Args(batch_size=BATCH_SIZE)
+@in_either_precision
+def test_td3_update_is_the_papers(amp):
+    args = td3.Args(batch_size=BATCH_SIZE, amp=amp)
     torch.manual_seed(0)
-    actor, critics = td3.Actor(OBS_DIM, LOW, HIGH).double(), td3.Critics(OBS_DIM, 2).double()
+    actor, critics = td3.Actor(OBS_DIM, LOW, HIGH), td3.Critics(OBS_DIM, 2)
+    tolerance, dtype = in_precision(args, critics)
+    actor.to(dtype)
     with torch.no_grad():
         actor.fc_mu.bias.copy_(torch.tensor([1.5, -2.0]))  # near the bounds, where the smoothed action is clipped
     start = deepcopy((actor, critics))
     slow = deepcopy(start)
-    batches = [random_batch(seed) for seed in range(NUM_UPDATES)]
+    batches = [random_batch(seed, dtype=dtype) for seed in range(NUM_UPDATES)]
     torch.manual_seed(1)
-    slow_targets = slow_td3(*slow, batches, args)
+    with torch.autocast("cpu", torch.bfloat16, enabled=amp == "bf16"):
+        slow_targets = slow_td3(*slow, batches, args)
     targets = deepcopy(actor), deepcopy(critics)
-    optimizers = adam(actor, args.learning_rate), adam(critics, args.learning_rate)
+    optimizers = optimizer_of(actor, args.learning_rate), optimizer_of(critics, args.learning_rate)
     update, _ = td3.make_update(actor, critics, *targets, *optimizers, replay_of(batches), args)
     torch.manual_seed(1)
     for n in range(1, NUM_UPDATES + 1):
         update(with_actor=n % 2 == 0)
     for ours, theirs, old in zip((actor, critics, *targets), (*slow, *slow_targets), start * 2, strict=True):
-        assert_same_way(ours, theirs, old, tolerance=1e-5)
+        assert_same_way(ours, theirs, old, tolerance)
 
 
 @pytest.mark.parametrize("module", [td3, fast_td3])
@@ -398,26 +432,27 @@ def test_td3_explores_within_the_bounds(module):
 # --------------------------------------------------------------------------------------------------------------- DQN
 
 
-def test_dqn_update_is_the_papers():
-    args = dqn.Args(batch_size=BATCH_SIZE)
+@in_either_precision
+def test_dqn_update_is_the_papers(amp):
+    args = dqn.Args(batch_size=BATCH_SIZE, amp=amp)
     torch.manual_seed(0)
-    q_network = dqn.QNetwork(OBS_DIM, 3).double()
-    target_network, slow = dqn.QNetwork(OBS_DIM, 3).double(), deepcopy(q_network)
-    start = deepcopy(q_network)
-    batches = [random_batch(seed, discrete=3) for seed in range(NUM_UPDATES)]
-    trained, optimizer = (adam(network, args.learning_rate) for network in (q_network, slow))
+    q_network, target_network = dqn.QNetwork(OBS_DIM, 3), dqn.QNetwork(OBS_DIM, 3)
+    tolerance, dtype = in_precision(args, q_network, target_network)
+    slow, start = deepcopy(q_network), deepcopy(q_network)
+    batches = [random_batch(seed, discrete=3, dtype=dtype) for seed in range(NUM_UPDATES)]
+    trained, optimizer = (optimizer_of(network, args.learning_rate) for network in (q_network, slow))
     update, losses = dqn.make_update(q_network, target_network, trained, replay_of(batches), args)
     for obs, next_obs, actions, rewards, terminations in batches:
         update()
         total = 0.0
         for i in range(BATCH_SIZE):
-            y = rewards[i]
-            if not terminations[i]:
-                y = y + 0.99 * target_network(next_obs[i]).detach().max()
-            total = total + (y - slow(obs[i])[int(actions[i])]) ** 2
+            with torch.autocast("cpu", torch.bfloat16, enabled=amp == "bf16"):
+                values, next_values = slow(obs[i]), target_network(next_obs[i]).detach()
+            y = rewards[i] if terminations[i] else rewards[i] + 0.99 * next_values.max()
+            total = total + (y - values[int(actions[i])]) ** 2
         step(optimizer, total / BATCH_SIZE)
-    assert_same_way(q_network, slow, start, tolerance=1e-5)
-    assert losses.td_loss.item() == pytest.approx(total.item() / BATCH_SIZE, rel=1e-5)
+    assert_same_way(q_network, slow, start, tolerance)
+    assert losses.td_loss.item() == pytest.approx(total.item() / BATCH_SIZE, rel=tolerance)
 
 
 def test_epsilon_is_the_share_of_random_actions():

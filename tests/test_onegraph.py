@@ -65,11 +65,8 @@ def fake_cuda(monkeypatch):
         stream=lambda stream: nullcontext(),
         current_stream=lambda device: FakeStream(log),
     )
-    empty_like = torch.empty_like
-    names = ("empty", "Tensor", "device")
-    fake_torch = SimpleNamespace(
-        cuda=fakes, empty_like=lambda x, device, pin_memory: empty_like(x), **{n: getattr(torch, n) for n in names}
-    )
+    fake_torch = SimpleNamespace(cuda=fakes, empty=torch.empty, Tensor=torch.Tensor, device=torch.device)
+    fake_torch.empty_like = lambda x, device, pin_memory: torch.empty_like(x)
     for module in (onegraph, executables):
         monkeypatch.setattr(module, "torch", fake_torch)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
@@ -77,19 +74,10 @@ def fake_cuda(monkeypatch):
     assert gc.isenabled()
 
 
-@pytest.mark.parametrize(
-    ("trains_actor", "ready_after"),
-    [
-        ((), "observe"),
-        ((False,), "observe"),
-        ((True,), "update True"),
-        ((False, True, False, False), "update True"),
-        ((True, False, True), "update True"),
-    ],
-)
-def test_every_call_is_one_step_and_acting_waits_for_the_actor_alone(trains_actor, ready_after, fake_cuda):
-    log = fake_cuda
-    turns = tuple((flag, True) for flag in trains_actor)
+@pytest.mark.parametrize("trains_actor", [(), (False,), (True,), (False, True, False, False), (True, False, True)])
+def test_every_call_is_one_step_and_acting_waits_for_the_actor_alone(trains_actor, fake_cuda):
+    log, turns = fake_cuda, tuple((flag, True) for flag in trains_actor)
+    ready_after = "update True" if any(trains_actor) else "observe"
 
     def updates(with_actor: bool, with_targets: bool):
         return lambda: log.append(f"update {with_actor}")

@@ -1,6 +1,7 @@
 """PPO's --one-graph computes what the eager variant does: on a CPU with graphs of recorded operations, and on a GPU."""
 
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,14 +51,8 @@ class RecordedGraph(TorchDispatchMode):
                     old.copy_(new)
 
 
-class NoStream:
-    device = None
-
-    def __init__(self, device=None) -> None:
-        pass
-
-    def wait_stream(self, stream) -> None:
-        pass
+def no_stream(device=None) -> SimpleNamespace:
+    return SimpleNamespace(device=device, wait_stream=lambda other: None)
 
 
 @pytest.fixture
@@ -77,7 +72,7 @@ def recorded_graphs(monkeypatch) -> list[RecordedGraph]:
         args.cudagraphs = args.one_graph
         return torch.device("cpu")
 
-    cuda = {"Stream": NoStream, "CUDAGraph": RecordedGraph, "graph": capture, "current_stream": NoStream}
+    cuda = {"Stream": no_stream, "CUDAGraph": RecordedGraph, "graph": capture, "current_stream": no_stream}
     for name, fake in (cuda | {"stream": lambda stream: nullcontext()}).items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(fast, "pinned_like", torch.empty_like)

@@ -28,11 +28,12 @@ CPU = torch.device("cpu")
 # ---------------------------------------------------------------------------------------------------------- ROLLOUTS
 
 
-def played_rollouts(monkeypatch, args: ppo.Args, count: int) -> list[Rollout]:
-    """The first rollouts of a run's only actor thread, whose parameters never change."""
+def played_rollouts(monkeypatch, env_id: str, backend: str, num_steps: int, count: int) -> tuple:
+    """The first rollouts of a run's only actor thread, whose parameters never change; and its 3 environments anew."""
     for name, value in ALONE.items():
         monkeypatch.setenv(name, value)
-    args.total_timesteps = count * args.local_num_envs * args.num_steps
+    sizes = {"num_steps": num_steps, "local_num_envs": 3, "num_actor_threads": 1}
+    args = ppo.Args(env_id=env_id, env_backend=backend, total_timesteps=count * 3 * num_steps, timeout=60, **sizes)
     start = resolve_start(args)
     agent = ppo.make_agent(start.space, start.action_space, args)
     acting, fail = ActingAgent(agent, args.amp), lambda error, name: traceback.print_exception(error)
@@ -45,7 +46,7 @@ def played_rollouts(monkeypatch, args: ppo.Args, count: int) -> list[Rollout]:
         thread.give_back([rollout])
         thread.put_params(number, flatten(agent))
     thread.join(60)
-    return rollouts
+    return rollouts, closing(make_pool(env_id, range(3), args.seed, args.protocol, backend))
 
 
 @pytest.mark.parametrize(
@@ -54,13 +55,10 @@ def played_rollouts(monkeypatch, args: ppo.Args, count: int) -> list[Rollout]:
 )
 def test_rollouts_tell_what_their_actions_did(monkeypatch, env_id, num_steps, backend):
     """Played once more: Catch terminates every tenth step, and MountainCar's time runs out after 200."""
-    num_envs = 3
-    sizes = {"num_steps": num_steps, "local_num_envs": num_envs, "num_actor_threads": 1}
-    args = ppo.Args(env_id=env_id, env_backend=backend, timeout=60, **sizes)
-    rollouts = played_rollouts(monkeypatch, args, 2)
-    with closing(make_pool(env_id, range(num_envs), args.seed, args.protocol, backend)) as pool:
+    rollouts, envs = played_rollouts(monkeypatch, env_id, backend, num_steps, 2)
+    with envs as pool:
         obs, _ = pool.reset()
-        resets, returns, lengths = np.zeros(num_envs, bool), np.zeros(num_envs), np.zeros(num_envs)
+        resets, returns, lengths = np.zeros(3, bool), np.zeros(3), np.zeros(3)
         for rollout in rollouts:
             for t in range(num_steps):
                 assert np.array_equal(rollout.obs[t], obs)
@@ -87,11 +85,9 @@ def test_rollouts_tell_what_their_actions_did(monkeypatch, env_id, num_steps, ba
 @pytest.mark.parametrize("backend", ["envpool", "gymnasium"])
 def test_continuous_actions_are_clipped_for_the_environment_only(monkeypatch, backend):
     """Pendulum's torque, within -2 and 2, is sampled around 0; time runs out after 200 steps."""
-    sizes = {"num_steps": 210, "local_num_envs": 3, "num_actor_threads": 1}
-    args = ppo.Args(env_id="Pendulum-v1", env_backend=backend, timeout=60, **sizes)
-    (rollout,) = played_rollouts(monkeypatch, args, 1)
+    (rollout,), envs = played_rollouts(monkeypatch, "Pendulum-v1", backend, 210, 1)
     assert 0.01 < (rollout.actions.abs() > 2).float().mean() < 0.1  # of a normal distribution 0.045
-    with closing(make_pool("Pendulum-v1", range(3), args.seed, args.protocol, backend)) as pool:
+    with envs as pool:
         obs, _ = pool.reset()
         for t in range(210):
             assert np.array_equal(rollout.obs[t], obs)

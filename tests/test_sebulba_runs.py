@@ -17,12 +17,14 @@ from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.spaces import Box, Discrete
 from scripts import course, leaves, newest_checkpoint, run, summary
 from sebulba_runs import DISTRIBUTED, finish, last_line, launch, ranks_of, run_alone, run_both, tiny, wait_for_log
@@ -269,14 +271,11 @@ class Echo(gym.Env):
 def test_any_environment_of_gymnasiums_is_learned_and_played(monkeypatch, tmp_path, script):
     """Also where EnvPool is not installed."""
     monkeypatch.setitem(sys.modules, "envpool", None)
-    gym.register("LeanRLEcho-v0", Echo, max_episode_steps=10)
-    try:
-        flags = ["--env-backend=gymnasium", "--env-id=LeanRLEcho-v0", "--learning-rate=0.003"]
-        flags = tiny(tmp_path, *flags, "--total-timesteps=25600", "--evaluate-episodes=20")
-        assert run_alone(monkeypatch, script, *flags) == 0
-        returns = json.loads((tmp_path / "run" / "evaluation.json").read_text())["returns"]
-    finally:
-        gym.registry.pop("LeanRLEcho-v0")
+    monkeypatch.setitem(gym.registry, "LeanRLEcho-v0", EnvSpec("LeanRLEcho-v0", Echo, max_episode_steps=10))
+    flags = ["--env-backend=gymnasium", "--env-id=LeanRLEcho-v0", "--learning-rate=0.003"]
+    flags = tiny(tmp_path, *flags, "--total-timesteps=25600", "--evaluate-episodes=20")
+    assert run_alone(monkeypatch, script, *flags) == 0
+    returns = json.loads((tmp_path / "run" / "evaluation.json").read_text())["returns"]
     assert summary(tmp_path / "run")["episodes"] == 16 * (25600 // 16 // 11)  # of 10 steps, and one that resets
     assert np.mean(returns) > 6  # by chance: 3.3
 
@@ -303,19 +302,15 @@ class Reach(gym.Env):
 
 def test_continuous_actions_are_learned_resumed_and_played(monkeypatch, tmp_path):
     """What observations and rewards are normalised with is saved, and goes on with the next start."""
-    gym.register("LeanRLReach-v0", Reach, max_episode_steps=10)
-    try:
-        flags = ["--env-backend=gymnasium", "--env-id=LeanRLReach-v0", "--learning-rate=0.003", "--gamma=0"]
-        flags += ["--update-epochs=10", "--clip-coef=0.2", "--ent-coef=0", "--num-shards=2", "--save-model"]
-        assert run_alone(monkeypatch, "cleanba_ppo", *tiny(tmp_path, *flags, "--total-timesteps=6400")) == 0
-        first = newest_checkpoint(tmp_path / "run")[1]["script"]["agent"]
-        flags = ["--resume", tmp_path / "run", "--total-timesteps=12800"]
-        assert run_alone(monkeypatch, "cleanba_ppo", *flags) == 0
-        agent = newest_checkpoint(tmp_path / "run")[1]["script"]["agent"]
-        returns = play(tmp_path / "run", episodes=20)
-        assert returns == play(tmp_path / "run", episodes=20)
-    finally:
-        gym.registry.pop("LeanRLReach-v0")
+    monkeypatch.setitem(gym.registry, "LeanRLReach-v0", EnvSpec("LeanRLReach-v0", Reach, max_episode_steps=10))
+    flags = ["--env-backend=gymnasium", "--env-id=LeanRLReach-v0", "--learning-rate=0.003", "--gamma=0"]
+    flags += ["--update-epochs=10", "--clip-coef=0.2", "--ent-coef=0", "--num-shards=2", "--save-model"]
+    assert run_alone(monkeypatch, "cleanba_ppo", *tiny(tmp_path, *flags, "--total-timesteps=6400")) == 0
+    first = newest_checkpoint(tmp_path / "run")[1]["script"]["agent"]
+    assert run_alone(monkeypatch, "cleanba_ppo", "--resume", tmp_path / "run", "--total-timesteps=12800") == 0
+    agent = newest_checkpoint(tmp_path / "run")[1]["script"]["agent"]
+    returns = play(tmp_path / "run", episodes=20)
+    assert returns == play(tmp_path / "run", episodes=20)
     # 16 environments of 400 steps each time, of which every eleventh only resets.
     for number, moments in ((1, first), (2, agent)):
         assert moments["obs_moments.count"] == moments["return_moments.count"] == number * 16 * (400 - 36)
@@ -404,6 +399,12 @@ def test_a_stop_finishes_the_update_and_no_more(monkeypatch, tmp_path):
     assert [row["global_step"] for row in read_metrics(tmp_path / "run")] == [2 * 256, 4 * 256, 5 * 256]
 
 
+def test_a_rank_that_is_interrupted_ends_quietly(monkeypatch, capfd, tmp_path):
+    monkeypatch.setattr(Worker, "publish", Mock(side_effect=KeyboardInterrupt))
+    assert run_alone(monkeypatch, "cleanba_ppo", *tiny(tmp_path, "--total-timesteps=256")) == 130
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_what_has_diverged_is_not_checkpointed(monkeypatch, capsys, tmp_path):
     """However seldom log points come."""
     publish = Worker.publish
@@ -437,9 +438,8 @@ def test_resuming_with_other_groups_is_refused(monkeypatch, capsys, tmp_path):
     assert run_alone(monkeypatch, "cleanba_ppo", *flags) == 0
     line = "warning: --checkpoint-every 255: less than the 256 steps of an update: every update will be saved"
     assert line in capsys.readouterr().err.splitlines()
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
-        monkeypatch.setenv(name, value)
-    assert run("cleanba_ppo", "--resume", tmp_path / "run", "--total-timesteps=2048") == 2
+    flags = ["--resume", tmp_path / "run", "--total-timesteps=2048"]
+    assert run_alone(monkeypatch, "cleanba_ppo", *flags, WORLD_SIZE="2") == 2
     reason = "was started with 16 environments in all, this start has 32; start as many groups as then"
     assert capsys.readouterr().err == f"cleanba_ppo.py: --resume {tmp_path / 'run'}: {reason}\n"
 
@@ -563,8 +563,7 @@ def test_torchrun_restarts_from_the_checkpoint(tmp_path, free_port):
     wait_for_log(tmp_path / "run", process, points=30)
     ranks_of(process)[1].kill()
     code, out = finish(process)
-    assert code == 0, out
-    assert last_step(tmp_path / "run") == 199_936
+    assert code == 0 and last_step(tmp_path / "run") == 199_936, out
     steps = [row["global_step"] for row in read_metrics(tmp_path / "run")]
     assert steps == list(range(256, 199_937, 256))
     assert summary(tmp_path / "run")["optimizer_steps"] == 2 * len(steps)
@@ -590,8 +589,7 @@ def test_layouts_of_cleanbas_readme(tmp_path, learners):
     flags = ["--actor-device-ids", "0", "--learner-device-ids", *learners.split(), "--device=cpu", "--compile"]
     flags += ["--env-id=CartPole-v1", "--total-timesteps=50000", f"--runs-dir={tmp_path}", "--run-name=run"]
     code, out = finish(launch("cleanba_ppo", *flags), 280)
-    assert code == 0, out
-    assert last_step(tmp_path / "run") == 49_152
+    assert code == 0 and last_step(tmp_path / "run") == 49_152, out
 
 
 # ----------------------------------------------------------------------------------------------------------- COMPILED
@@ -666,8 +664,7 @@ def test_compiled_updates_equal_eager_ones(script, action_space, mode, device):
 def test_compiled_runs_learn(tmp_path, script):
     flags = tiny(tmp_path, "--learner-device-ids", 0, 1, "--total-timesteps=100000", "--num-actor-threads=1")
     code, out = finish(launch(script, *flags, "--compile"), 240)
-    assert code == 0, out
-    assert summary(tmp_path / "run")["episodic_return"] > 40
+    assert code == 0 and summary(tmp_path / "run")["episodic_return"] > 40, out
 
 
 # ---------------------------------------------------------------------------------------------------------- BAD INPUT
@@ -725,11 +722,10 @@ def test_more_bad_input(capsys, tmp_path, monkeypatch, flags, words):
 
 
 def test_ranks_that_do_not_fit_the_layout(capsys, tmp_path, monkeypatch):
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "3"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")):
-        monkeypatch.setenv(name, value)
-    assert run("cleanba_ppo", *tiny(tmp_path), "--learner-device-ids", "0", "1") == 2
+    start = partial(run_alone, monkeypatch, "cleanba_ppo", *tiny(tmp_path), WORLD_SIZE="3")
+    assert start("--learner-device-ids", "0", "1") == 2
     assert "3 processes were started, but this layout has 2 a group" in capsys.readouterr().err
-    assert run("cleanba_ppo", *tiny(tmp_path), "--actor-device-ids", "--learner-device-ids") == 2
+    assert start("--actor-device-ids", "--learner-device-ids") == 2
     assert "--actor-device-ids : needs at least one device" in capsys.readouterr().err
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from scripts import ATARI, DISCRETE, FAST_SCRIPTS, KINDS, SCRIPTS, run, run_tool_in_process, tiny, tiny_env, with_long
 
-from leanrl import cleanba_ppo
+from leanrl import cleanba_ppo, ppo_atari_envpool
 from leanrl.ppo_continuous_action import Agent
 from leanrl.sebulba.environments import make_pool
 from leanrl.support import evaluation
@@ -293,6 +293,23 @@ def test_models_of_scripts_that_are_a_mode_now(algorithm, tmp_path, refusal):
         actor[f"fc_mean.{name}"] = actor.pop(f"fc_{'heads' if algorithm == 'sac' else 'mu'}.{name}")
     run_dir = write_run(tmp_path / "run", script, {"actor": actor}, env_id="Hopper-v5")
     assert f"model.pt: does not fit {script} (" in refusal(evaluate, run_dir)
+
+
+def test_an_atari_model_of_blocks_of_pixels(tmp_path):
+    """Of an earlier fast variant: kernels [out, H, W, in], the first of 2 x 2 blocks of 4 x 4 pixels."""
+    torch.manual_seed(0)
+    agent = ppo_atari_envpool.Agent(6).state_dict()
+    earlier = {name: weight for name, weight in agent.items() if not name.startswith("network")}
+    for name, i in {"conv1": 0, "conv2": 2, "conv3": 4, "linear": 6}.items():
+        weight, earlier[f"{name}.bias"] = (agent[f"network.{i}.{kind}"] for kind in ("weight", "bias"))
+        if name == "conv1":
+            weight = weight.unfold(2, 4, 4).unfold(3, 4, 4).movedim(1, 3).flatten(3).movedim(3, 1)
+        earlier[f"{name}.weight"] = weight.movedim(1, -1)
+    assert earlier["conv1.weight"].shape == (32, 2, 2, 64) and earlier["linear.weight"].shape == (512, 3136)
+    run_dir = write_run(tmp_path / "run", "ppo_atari_envpool_onegraph", {"agent": earlier}, env_id="Pong-v5")
+    saved = evaluation.load_model(run_dir)
+    assert saved["script"] == "ppo_atari_envpool_torchcompile"
+    torch.testing.assert_close(saved["model"]["agent"], agent, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("flags", [["--episodes=0"], ["--episodes=-3"], ["--seed=-1"]])

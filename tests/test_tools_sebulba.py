@@ -41,13 +41,9 @@ def test_launch_runs_with_workers(monkeypatch, capsys):
 
 def test_launch_submits(tmp_path, monkeypatch, capsys):
     """The template filled in, named as in Cleanba's README; --dry-run prints it."""
-    flags = [
-        "--slurm-template-path",
-        f"{REPOSITORY}/leanrl/tools/cleanba.slurm",
-        "--slurm-ntasks=2",
-        "--slurm-gpus-per-task=4",
-    ]
-    args = tyro.cli(launch.Args, args=["--env-ids", "A-v1", "B-v1", *flags, "--", *COMMAND])
+    flags = ["--env-ids", "A-v1", "B-v1", "--slurm-template-path", f"{REPOSITORY}/leanrl/tools/cleanba.slurm"]
+    flags += ["--slurm-ntasks=2", "--slurm-gpus-per-task=4"]
+    args = tyro.cli(launch.Args, args=[*flags, "--", *COMMAND])
     assert launch.main(replace(args, dry_run=True)) == 0
     job = capsys.readouterr().out
     assert "--array=0-5\n" in job and "--ntasks=2\n" in job and "--gpus-per-task=4\n" in job

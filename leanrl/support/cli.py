@@ -13,10 +13,8 @@ import tyro
 
 from leanrl.support.errors import UsageError, bad, typed
 
-MAY_CHANGE_ON_RESUME = {
-    *("total_timesteps", "max_seconds", "device", "compile", "cudagraphs", "one_graph"),
-    *("track", "checkpoint_every", "resume"),
-}
+MAY_CHANGE_ON_RESUME = {"total_timesteps", "max_seconds", "checkpoint_every", "resume", "device", "track"}
+MAY_CHANGE_ON_RESUME |= {"compile", "cudagraphs", "one_graph"}
 
 
 @dataclasses.dataclass

@@ -38,13 +38,28 @@ def load_model(run_dir: Path, file: str = "model.pt") -> dict:
     if not path.exists():
         raise UsageError(f"{run_dir}: has no {file}; train with --save-model")
     try:
-        model = torch.load(path, map_location="cpu", weights_only=True)["model"]
-        if "hidden" in (network := model.get("network", {})):  # earlier versions had one layer after the torso
-            network["hiddens"] = [network.pop("hidden")]
+        model = in_current_layout(torch.load(path, map_location="cpu", weights_only=True)["model"])
     except Exception as error:  # torch.load raises almost anything on damaged input
         raise UsageError(f"{path}: damaged or not a saved model ({type(error).__name__})") from None
     # Earlier versions had separate scripts for what is now --one-graph.
     return {"script": str(run["script"]).replace("_onegraph", "_torchcompile"), "args": run["args"], "model": model}
+
+
+def in_current_layout(model: dict) -> dict:
+    """A saved model, its parameters as the scripts keep them now.
+
+    The distributed scripts once had a single layer after the torso. PPO's fast variant on Atari had layers of its own:
+    kernels [out, H, W, in], those of the first layer in blocks, [out, 2, 2, 4 channels, 4 rows, 4 columns].
+    """
+    if "hidden" in (network := model.get("network", {})):
+        network["hiddens"] = [network.pop("hidden")]
+    if "conv1.weight" in (agent := model.get("agent", {})):
+        blocks = agent["conv1.weight"].view(32, 2, 2, 4, 4, 4)
+        agent["conv1.weight"] = blocks.permute(0, 1, 4, 2, 5, 3).reshape(32, 8, 8, 4)
+        for name, i in {"conv1": 0, "conv2": 2, "conv3": 4, "linear": 6}.items():
+            agent[f"network.{i}.weight"] = agent.pop(f"{name}.weight").movedim(-1, 1)
+            agent[f"network.{i}.bias"] = agent.pop(f"{name}.bias")
+    return model
 
 
 def training_script(run_dir: Path, saved: dict) -> ModuleType:

@@ -30,13 +30,12 @@ class Traceable(torch.optim.Optimizer):
         super().__init__(params, lr=lr, **options)
         (group,) = self.param_groups
         self.params = group["params"]
-        device = self.params[0].device
         # float64, because early in training 1 - 0.999 ** step has only four digits in float32. Shape [1], because
         # TorchInductor before 2.15 takes a 0-d float64 CPU tensor for a Python number and loses what is written to it
         # (not reported upstream).
-        self.lr = group["lr"] = torch.tensor([lr], dtype=torch.float64, device=device)
+        self.lr = group["lr"] = self.params[0].new_tensor([lr], dtype=torch.float64)
         # All are equal; PyTorch's optimisers count steps per parameter.
-        self.num_steps = torch.zeros(len(self.params), 1, dtype=torch.float64, device=device)
+        self.num_steps = self.params[0].new_zeros(len(self.params), 1, dtype=torch.float64)
         for p, count in zip(self.params, self.num_steps, strict=True):
             self.state[p] = {"step": count} | {name: torch.zeros_like(p) for name in averages}
         for name in averages:

@@ -21,7 +21,5 @@ def linear_recurrence(inputs: torch.Tensor, decays: torch.Tensor) -> torch.Tenso
     while shift < len(inputs):
         y[shift:] = y[shift:] + decay[shift:] * y[:-shift]
         decay[shift:] = decay[shift:] * decay[:-shift]
-        # Sums that reach the start are complete.
-        decay[:shift] = 0.0
         shift *= 2
     return y
