@@ -401,7 +401,7 @@ ATARI = ["--num-envs=2", "--num-steps=128", "--update-epochs=1"]
 )
 def test_run_of_a_peer(monkeypatch, tmp_path, name, flags, updates, points, clock_start):
     pytest.importorskip(peers.PEERS[name].module)
-    monkeypatch.setattr(speedrun, "EPISODES", 1)
+    monkeypatch.setattr(speedrun, "FIRST_EPISODES", 1)
     # The number of threads is the library's own choice, where none is given; our DQN's is 1.
     entry, threads = (name, None) if name == "sb3:DQN" else (f"{name} --num-threads 1", 1)
     # Every log point is a snapshot.
