@@ -160,8 +160,8 @@ class ConvSequence(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.conv(x)
         # TensorFlow's and Flax's SAME: an even size is padded at the end only, an odd one on both sides.
-        height, width = (1 - size % 2 for size in x.shape[-2:])
-        x = F.pad(x, (1 - width, 1, 1 - height, 1), value=-torch.inf)
+        odd_height, odd_width = (size % 2 for size in x.shape[-2:])
+        x = F.pad(x, (odd_width, 1, odd_height, 1), value=-torch.inf)
         return self.blocks(F.max_pool2d(x, 3, stride=2))
 
 
@@ -557,8 +557,7 @@ def play(thread: ActorThread, act: Callable, args: Args) -> None:
 def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
     """The policy of a saved model: observations [N, ...] -> actions [N], sampled as in training.
 
-    Greedy play can stall, e.g. before Breakout's next serve. Continuous actions,
-    [N, action_dim], are the means.
+    Greedy play can stall, e.g. before Breakout's next serve. Continuous actions are the means.
     """
     space = envs.single_action_space
     agent = make_agent(envs.single_observation_space, space, Args(**model["network"]))
@@ -614,7 +613,7 @@ def main(args: Args) -> None:
         acts, get_value, gradients, step = make_executables(acts, get_value, gradients, step, start)
 
         with worker.warm_up():
-            for _ in range(WARMUP_CALLS if args.compile or args.cudagraphs else 1):
+            for _ in range(WARMUP_CALLS if args.cudagraphs else 1):
                 with one_thread():  # as actor threads have
                     for thread, act in zip(worker.threads, acts, strict=True):
                         act(*thread.example)

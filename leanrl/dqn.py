@@ -47,7 +47,7 @@ class Args(RunArgs):
     device: str = "auto"
     """auto, cpu, cuda or cuda:N"""
     amp: Literal["none", "bf16"] = "none"
-    """bf16 runs the networks of the update under autocast, their first and last layers left out"""
+    """bf16 runs the networks of the update under autocast, except their first and last layers"""
     num_threads: int = 1
     """CPU threads of PyTorch; the network is too small to gain from a second one"""
     log_every: int = 1_000

@@ -55,7 +55,7 @@ class Args(RunArgs):
     device: str = "auto"
     """auto, cpu, cuda or cuda:N"""
     amp: Literal["none", "bf16"] = "none"
-    """bf16 runs the networks of the update under autocast, their first and last layers left out"""
+    """bf16 runs the networks of the update under autocast, except their first and last layers"""
     num_threads: int = 1
     """CPU threads of PyTorch; the network is too small to gain from a second one"""
     log_every: int = 1_000
@@ -303,8 +303,8 @@ def main(args: Args) -> None:
     optimizer = Adam(q_network.parameters(), lr=args.learning_rate)
     replay = Replay(args.buffer_size, obs_dim, 1, device)
     # As many steps as there are between two updates, but no more than the replay holds.
-    num_staged = min(math.ceil(1 / (args.num_envs * args.updates_per_step)), max(1, args.buffer_size // args.num_envs))
-    staging = Staging(num_staged, args.num_envs, obs_dim, device)
+    capacity = min(math.ceil(1 / (args.num_envs * args.updates_per_step)), max(1, args.buffer_size // args.num_envs))
+    staging = Staging(capacity, args.num_envs, obs_dim, device)
     just_update, losses = make_update(q_network, target_network, optimizer, replay, args)
     best, learn, update = make_executables(q_network, replay, staging, just_update, args)
     episodes = EpisodeStatistics(args.num_envs)
@@ -333,7 +333,7 @@ def main(args: Args) -> None:
 
         with run.warmup(), untouched(state.tensors(), device):
             replay.size.clamp_(min=1)  # there must be a transition to sample
-            for _ in range(WARMUP_CALLS if args.compile or args.cudagraphs else 1):
+            for _ in range(WARMUP_CALLS if args.cudagraphs else 1):
                 best(np.zeros((args.num_envs, obs_dim)))
                 learn(staging.take())
                 if args.num_envs * args.updates_per_step > 1:

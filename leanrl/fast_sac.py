@@ -51,7 +51,7 @@ class Args(RunArgs):
     device: str = "auto"
     """auto, cpu, cuda or cuda:N"""
     amp: Literal["none", "bf16"] = "none"
-    """bf16 runs the networks of the update under autocast, their first and last layers left out"""
+    """bf16 runs the networks of the update under autocast, except their first and last layers"""
     num_threads: int | None = None
     """CPU threads of PyTorch; by default all cores"""
     log_every: int = 1_000
@@ -281,10 +281,9 @@ def make_update(
         batch = batch._replace(obs=obs_moments(batch.obs), next_obs=obs_moments(batch.next_obs))
         # Drawn all at once: before 2.13, a compiled update may reorder random draws (pytorch/pytorch#181136).
         draws = batch.actions.new_empty(1 + with_actor, *batch.actions.shape).normal_()
-        noise = dict(zip(("target", "actor"), draws, strict=False))
         with autocast():
             with torch.no_grad():
-                next_actions, next_log_pi = actor.get_action(batch.next_obs, noise["target"])
+                next_actions, next_log_pi = actor.get_action(batch.next_obs, draws[0])
                 target = target_distribution(critics_target, next_actions, next_log_pi, log_alpha.exp(), batch, args)
             logits = critics(batch.obs, batch.actions)
             qf_loss = critic_loss(logits, target)
@@ -304,7 +303,7 @@ def make_update(
 
         if with_actor:
             with autocast():
-                pi_loss = actor_loss(actor, critics, log_alpha.detach().exp(), batch.obs, noise["actor"])
+                pi_loss = actor_loss(actor, critics, log_alpha.detach().exp(), batch.obs, draws[1])
             pi_loss.backward(inputs=list(actor.parameters()))
             actor_optimizer.step()
             actor_optimizer.zero_grad()

@@ -7,7 +7,7 @@ The same program as fast_sac.py: read that first, then diff the two to see what 
     python leanrl/fast_sac_torchcompile.py --compile --amp bf16       # faster where there are bf16 units
     python leanrl/fast_sac_torchcompile.py --compile --cudagraphs     # on a CUDA device, or --one-graph
 
-What differs (doc/optimizations.md gives its gains in SAC):
+What differs (doc/optimizations.md gives the gains for SAC):
 - an environment step costs one copy to the device, one call and one copy back: the call writes the transition to the
   replay, samples a batch, trains critics, entropy coefficient and actor, updates the target networks, and acts;
 - torch.compile traces ``loss.backward()`` and the step of our own Adam, so an update is one graph;
@@ -61,7 +61,7 @@ class Args(RunArgs):
     device: str = "auto"
     """auto, cpu, cuda or cuda:N"""
     amp: Literal["none", "bf16"] = "none"
-    """bf16 runs the networks of the update under autocast, their first and last layers left out"""
+    """bf16 runs the networks of the update under autocast, except their first and last layers"""
     num_threads: int | None = None
     """CPU threads of PyTorch; by default all cores"""
     log_every: int = 1_000
@@ -300,10 +300,9 @@ def make_update(
         batch = batch._replace(obs=obs_moments(batch.obs), next_obs=obs_moments(batch.next_obs))
         # Drawn all at once: before 2.13, a compiled update may reorder random draws (pytorch/pytorch#181136).
         draws = batch.actions.new_empty(1 + with_actor, *batch.actions.shape).normal_()
-        noise = dict(zip(("target", "actor"), draws, strict=False))
         with autocast():
             with torch.no_grad():
-                next_actions, next_log_pi = actor.get_action(batch.next_obs, noise["target"])
+                next_actions, next_log_pi = actor.get_action(batch.next_obs, draws[0])
                 target = target_distribution(critics_target, next_actions, next_log_pi, log_alpha.exp(), batch, args)
             logits = critics(batch.obs, batch.actions)
             qf_loss = critic_loss(logits, target)
@@ -323,7 +322,7 @@ def make_update(
 
         if with_actor:
             with autocast():
-                pi_loss = actor_loss(actor, critics, log_alpha.detach().exp(), batch.obs, noise["actor"])
+                pi_loss = actor_loss(actor, critics, log_alpha.detach().exp(), batch.obs, draws[1])
             pi_loss.backward(inputs=list(actor.parameters()))
             actor_optimizer.step()
             actor_optimizer.zero_grad()
@@ -477,7 +476,7 @@ def main(args: Args) -> None:
             last.resets.fill_(1.0)
             replay.size.clamp_(min=1)
             for turns in schedule.patterns(args.policy_frequency):
-                for _ in range(WARMUP_CALLS if args.compile or args.cudagraphs else 1):
+                for _ in range(WARMUP_CALLS if args.cudagraphs else 1):
                     advance(timestep_cpu, turns)
 
         # resets: whether an environment's next step only resets it (NEXT_STEP autoreset).

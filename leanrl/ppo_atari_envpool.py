@@ -317,7 +317,7 @@ def policy_step(agent: Agent, rollout: Rollout, step: int, obs: torch.Tensor, ar
 def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
     """The policy of a saved model: observations uint8 [N, 4, 84, 84] -> actions [N], sampled as in training.
 
-    Greedy play can stall, e.g. before Breakout's next serve.
+    Greedy play may loop.
     """
     agent = Agent(int(envs.single_action_space.n), len(model["agent"]["network.0.bias"]))
     agent.load_state_dict(model["agent"])

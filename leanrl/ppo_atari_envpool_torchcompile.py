@@ -42,9 +42,9 @@ from leanrl.support.devices import (
 from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
 from leanrl.support.evaluation import require_video
-from leanrl.support.executables import WARMUP_CALLS, make_executable, untouched
+from leanrl.support.executables import WARMUP_CALLS, Captured, make_executable, untouched
 from leanrl.support.layers import ChannelsLastLinear, interleaved
-from leanrl.support.onegraph import Captured, pinned_like
+from leanrl.support.onegraph import pinned_like
 from leanrl.support.optim import Adam
 from leanrl.support.run import Run, seed_everything
 from leanrl.support.scan import linear_recurrence
@@ -380,7 +380,7 @@ def make_policy_step(agent: Agent, rollout: Rollout, noise: torch.Tensor, args: 
 def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
     """The policy of a saved model: observations uint8 [N, 4, 84, 84] -> actions [N], sampled as in training.
 
-    Greedy play can stall, e.g. before Breakout's next serve.
+    Greedy play may loop.
     """
     agent = Agent(int(envs.single_action_space.n), len(model["agent"]["network.0.bias"]))
     agent.load_state_dict(model["agent"])

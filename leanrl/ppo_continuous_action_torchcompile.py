@@ -434,7 +434,7 @@ def main(args: Args) -> None:
             obs_cpu = obs_cpu.pin_memory()
         raw_obs = obs_cpu.to(device)
         with run.warmup(), untouched(state_dict(), device):
-            for _ in range(WARMUP_CALLS if args.compile or args.cudagraphs else 1):
+            for _ in range(WARMUP_CALLS if args.cudagraphs else 1):
                 row.zero_()
                 torch.set_num_threads(1)
                 policy_step(raw_obs)

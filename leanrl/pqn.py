@@ -44,7 +44,7 @@ class Args(RunArgs):
     device: str = "auto"
     """auto, cpu, cuda or cuda:N"""
     amp: Literal["none", "bf16"] = "none"
-    """bf16 runs the network of the update under autocast, its first and last layer left out"""
+    """bf16 runs the network of the update under autocast, except its first and last layers"""
     num_threads: int | None = None
     """CPU threads of PyTorch; by default 1 for minibatches under 1,024 rows and all cores above"""
 

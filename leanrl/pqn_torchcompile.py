@@ -51,7 +51,7 @@ class Args(RunArgs):
     device: str = "auto"
     """auto, cpu, cuda or cuda:N"""
     amp: Literal["none", "bf16"] = "none"
-    """bf16 runs the network of the update under autocast, its first and last layer left out"""
+    """bf16 runs the network of the update under autocast, except its first and last layers"""
     num_threads: int | None = None
     """CPU threads of PyTorch; by default 1 for minibatches under 1,024 rows and all cores above"""
     compile: bool = False
@@ -324,7 +324,7 @@ def main(args: Args) -> None:
             optimizer.load_state_dict(run.resumed["optimizer"])
 
         with run.warmup(), untouched([q_network.state_dict(), optimizer.state_dict()], device):
-            for _ in range(WARMUP_CALLS if args.compile or args.cudagraphs else 1):
+            for _ in range(WARMUP_CALLS if args.cudagraphs else 1):
                 best_actions(rollout.obs[0])
                 update(torch.arange(minibatch_size, device=device))
 

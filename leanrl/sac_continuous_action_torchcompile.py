@@ -56,7 +56,7 @@ class Args(RunArgs):
     device: str = "auto"
     """auto, cpu, cuda or cuda:N"""
     amp: Literal["none", "bf16"] = "none"
-    """bf16 runs the networks of the update under autocast, their first and last layers left out"""
+    """bf16 runs the networks of the update under autocast, except their first and last layers"""
     num_threads: int | None = None
     """CPU threads of PyTorch; by default all cores"""
     log_every: int = 1_000
@@ -233,7 +233,7 @@ class Noise(NamedTuple):
     def draw(cls, actions: torch.Tensor, actor_steps: int) -> "Noise":
         """For a batch with ``actions`` [B, action_dim] and ``actor_steps`` updates of the actor."""
         noise = actions.new_empty(1 + 2 * actor_steps, *actions.shape).normal_()
-        return cls(noise[0], *noise[1:].split(actor_steps)) if actor_steps else cls(noise[0], noise[1:], noise[1:])
+        return cls(noise[0], *noise[1:].view(2, actor_steps, *actions.shape))
 
 
 def make_update(
@@ -439,7 +439,7 @@ def main(args: Args) -> None:
             last.resets.fill_(1.0)
             replay.size.clamp_(min=1)
             for turns in schedule.patterns(args.policy_frequency, args.target_network_frequency):
-                for _ in range(WARMUP_CALLS if args.compile or args.cudagraphs else 1):
+                for _ in range(WARMUP_CALLS if args.cudagraphs else 1):
                     advance(timestep_cpu, turns)
 
         # resets: whether an environment's next step only resets it (NEXT_STEP autoreset).

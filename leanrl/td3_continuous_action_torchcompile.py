@@ -55,7 +55,7 @@ class Args(RunArgs):
     device: str = "auto"
     """auto, cpu, cuda or cuda:N"""
     amp: Literal["none", "bf16"] = "none"
-    """bf16 runs the networks of the update under autocast, their first and last layers left out"""
+    """bf16 runs the networks of the update under autocast, except their first and last layers"""
     num_threads: int | None = None
     """CPU threads of PyTorch; by default all cores"""
     log_every: int = 1_000
@@ -365,7 +365,7 @@ def main(args: Args) -> None:
             last.resets.fill_(1.0)
             replay.size.clamp_(min=1)
             for turns in schedule.patterns(args.policy_frequency):
-                for _ in range(WARMUP_CALLS if args.compile or args.cudagraphs else 1):
+                for _ in range(WARMUP_CALLS if args.cudagraphs else 1):
                     advance(timestep_cpu, turns)
 
         # resets: whether an environment's next step only resets it (NEXT_STEP autoreset).

@@ -77,14 +77,14 @@ def test_a_stopped_process_of_a_gpu_is_named(endless, lag):
     ranks[1].send_signal(signal.SIGSTOP)
     code, out = finish(launcher)
     assert code == 1 and not alive(ranks)
-    assert re.search(r"learner 0 \(rank 1\) (has not answered for|had only come to) ", last_line(out))
+    assert re.search(r"learner 0 \(rank 1\) (has not answered for|had only reached) ", last_line(out))
 
 
 @pytest.mark.parametrize(
     "told, limits, expected",
     [
         (json.dumps(UNDER_WAY) + "\n", (60, 1), r"\d s"),  # however short the timeout
-        ("", (2, 1), r"([2-9]|\d\d+) s in its start, see --start-timeout"),  # a limit of its own
+        ("", (2, 1), r"([2-9]|\d\d+) s at start-up; see --start-timeout"),  # a limit of its own
     ],
 )
 def test_silence_is_told(capfd, told, limits, expected):
@@ -181,7 +181,7 @@ Pipeline.exchange = broken
 def test_an_abort_tells_who_was_waited_for(tmp_path):
     process = launch("cleanba_ppo", *tiny(tmp_path, FOREVER, *SMALL_LAYOUT), environ=patched(tmp_path, ABORT))
     code, out = finish(process)
-    expected = "learner 0 (rank 1) killed by signal 6; actor 0 (rank 0) had only come to playing rollout 5"
+    expected = "learner 0 (rank 1) killed by signal 6; actor 0 (rank 0) had only reached playing rollout 5"
     assert (code, last_line(out)) == (1, expected)
 
 
@@ -195,7 +195,7 @@ def test_those_that_are_behind_are_named(monkeypatch):
     for rank, progress in enumerate(("12 0", "12 1", "9 4", "9 4", "12 0")):
         mine.set(f"phase {rank}", progress)
     names = "actor 1 (rank 2) and learner 1 (rank 3)"
-    assert last_of_all(layout, environ) == f"{names} had only come to parameters of update 9"
+    assert last_of_all(layout, environ) == f"{names} had only reached parameters of update 9"
     for rank in (0, 1, 4):
         mine.set(f"phase {rank}", "9 4")
     assert last_of_all(layout, environ) == ""

@@ -701,7 +701,7 @@ MORE_BAD = {
     "--capture-video": "--capture-video: ",
     "--distributed": "--distributed: SLURM_JOB_ID is not set",
     "--exact-reduction": "use --num-shards 2",
-    "--exact-reduction --num-shards=2 --policy-lag=newest": "--policy-lag newest: makes every run another",
+    "--exact-reduction --num-shards=2 --policy-lag=newest": "--policy-lag newest: makes every run different",
     "--env-backend=gymnasium --env-id=Catch-v0": "--env-id Catch-v0: is not a Gymnasium environment",
     "--env-backend=gymnasium --env-id=FrozenLake-v1": "--env-id FrozenLake-v1: has observations of Discrete(16)",
     "--num-minibatches=3 --gradient-accumulation-steps=2": "--num-minibatches 3: times --gradient-accumulation",

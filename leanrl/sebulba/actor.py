@@ -25,7 +25,7 @@ from leanrl.support.executables import URGENT
 
 
 def flatten(agent: nn.Module) -> torch.Tensor:
-    """A network's parameters and buffers as one new vector [P], ready to send."""
+    """A network's parameters and buffers as one new float32 vector [P], ready to send."""
     return torch.cat([x.reshape(-1).float() for x in agent.state_dict().values()])
 
 
@@ -33,8 +33,9 @@ class ActingAgent:
     """A copy of a network to act with, called like the network itself.
 
     Args:
-        agent: the network. With ``amp`` bf16, its module ``torso`` is rounded once per version of the parameters;
-            autocast would do so at every step, with the same result.
+        agent: the network.
+        amp: with bf16, its module ``torso`` is rounded once per version of the parameters; autocast would do so at
+            every step, with the same result.
     """
 
     def __init__(self, agent: nn.Module, amp: str) -> None:

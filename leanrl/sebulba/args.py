@@ -89,7 +89,7 @@ def validate_runtime(args: SebulbaArgs) -> None:
     if args.policy_lag != "newest":
         require_at_least(args, 0, "policy_lag")
     elif args.exact_reduction:
-        raise bad("policy_lag", args.policy_lag, "makes every run another one; leave --exact-reduction out")
+        raise bad("policy_lag", args.policy_lag, "makes every run different; leave out --exact-reduction")
     require_at_least(args, 2, "timeout")  # processes send a heartbeat twice a second
     require_positive(args, "max_seconds", "snapshot_seconds")
     if args.target_return is not None and not math.isfinite(args.target_return):
@@ -100,7 +100,7 @@ def validate_runtime(args: SebulbaArgs) -> None:
         raise UsageError("--capture-video: not in these scripts; `python -m leanrl.tools.evaluate` has it")
 
 
-def resolve_devices(args: SebulbaArgs) -> torch.device:
+def check_devices(args: SebulbaArgs) -> torch.device:
     """``cpu`` or ``cuda``, after checking that this machine has the devices of a group."""
     if args.device.startswith("cuda:"):
         raise bad("device", args.device, "must be auto, cpu or cuda; --actor-device-ids and the like choose")
@@ -127,7 +127,7 @@ def validate_start(args: SebulbaArgs, num_groups: int) -> tuple[torch.device, La
         UsageError: on the first flag that cannot work.
     """
     validate_runtime(args)
-    device = resolve_devices(args)
+    device = check_devices(args)
     layout = Layout.of(args, num_groups)
     if args.resume is not None and args.num_envs != layout.num_envs:
         there = f"was started with {args.num_envs} environments in all, this start has {layout.num_envs}"

@@ -68,7 +68,7 @@ class Collectives:
         self._exact = args.exact_reduction
         self._in_time = f"within --start-timeout {args.start_timeout:g} s"
         self.all_reduce_seconds = 0.0
-        """total time spent on gradient sums (on a GPU: on launching them)"""
+        """total time spent on sums over shards (on a GPU: on launching them)"""
         # Within a group, one learner sends the new parameters to the processes that only act.
         self._sends_params = layout.learner(member.group * len(layout.learner_device_ids)).rank
         self._receive_params = [p.rank for p in layout.members if p.group == member.group and p.learner is None]
@@ -150,7 +150,7 @@ class Collectives:
         if self._learners is None:
             return sum_in_order(vectors)
         start = time.perf_counter()
-        peers = waiting_for("another learner, in a sum of gradients")
+        peers = waiting_for("another learner, in a sum")
         if self._exact:
             mine = torch.stack(list(vectors))
             everyone = [torch.empty_like(mine) for _ in range(self._layout.num_learners)]
@@ -256,7 +256,7 @@ def last_of_all(layout: Layout, environ: Mapping[str, str]) -> str:
     if len(names) == len(came):
         return ""
     more = [f"{len(names) - 3} more"] if len(names) > 3 else []
-    return f"{' and '.join(names[:3] + more)} had only come to {PHASES[least[1]]} {least[0]}"
+    return f"{' and '.join(names[:3] + more)} had only reached {PHASES[least[1]]} {least[0]}"
 
 
 def sum_in_order(vectors: Iterable[torch.Tensor]) -> torch.Tensor:

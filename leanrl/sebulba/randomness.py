@@ -12,13 +12,13 @@ INCREMENT, FACTOR_1, FACTOR_2 = (
 DRAWS_BITS = 40
 
 
-def shard_generator(seed: int, shard: int, iteration: int) -> np.random.Generator:
-    """The random stream of a shard in an iteration, reached without drawing the earlier ones.
+def shard_generator(seed: int, shard: int, epoch: int) -> np.random.Generator:
+    """The random stream of a shard in an epoch, reached without drawing the earlier ones.
 
     Philox is counter-based (https://doi.org/10.1145/2063384.2063405): seed and shard are the key, and the counter
-    starts at the iteration.
+    starts at the epoch.
     """
-    key, counter = np.array([seed, shard], np.uint64), np.array([0, 0, iteration, 0], np.uint64)
+    key, counter = np.array([seed, shard], np.uint64), np.array([0, 0, epoch, 0], np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
 

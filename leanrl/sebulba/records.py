@@ -26,7 +26,7 @@ class Report(NamedTuple):
     """when its shards were full"""
     updated: float
     all_reduce: float
-    """seconds spent in gradient sums"""
+    """seconds spent in sums over shards"""
     pieces: list[tuple[Piece, Header]]
     """what it trained on"""
     episodes: np.ndarray

@@ -52,7 +52,7 @@ class Start:
     device: torch.device
     """this process's own"""
     space: gym.spaces.Box
-    """the observations'"""
+    """of observations"""
     action_space: gym.spaces.Discrete | gym.spaces.Box
     slurm: SlurmTask | None = None
     """if ``--distributed`` asks for it"""

@@ -252,7 +252,7 @@ class Supervisor:
         # A silent process; if others report failures, a shorter silence counts.
         if (silent := self._silent(min(SILENT_SECONDS, self.timeout) if failures else None)) is not None:
             seconds = time.monotonic() - silent.last_sign
-            start = "" if silent.under_way else " in its start, see --start-timeout"
+            start = "" if silent.under_way else " at start-up; see --start-timeout"
             waiting = f"; {failures[0]['message']}" if failures else ""
             return f"{silent.name} has not answered for {seconds:.0f} s{start}{waiting}"
         if failures:

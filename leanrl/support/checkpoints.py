@@ -101,12 +101,11 @@ def load_last_checkpoint(folder: Path, identity: dict) -> tuple[int, dict] | Non
     for path in list_checkpoints(folder):
         try:
             loaded = load_checkpoint(path, identity)
+            for error in errors:
+                print(f"warning: {error}; using {path.name} instead", file=sys.stderr)
+            return loaded
         except UsageError as error:
             errors.append(str(error))
-            continue
-        for error in errors:
-            print(f"warning: {error}; using {path.name} instead", file=sys.stderr)
-        return loaded
     if errors:
         raise UsageError(f"--resume {folder.parent}: no readable checkpoint; {errors[0]}")
     return None

@@ -30,7 +30,7 @@ class RunArgs:
     resume: str | None = None
     """run directory to resume from its last checkpoint, with the arguments it was started with"""
     max_seconds: float | None = None
-    """stop after this many seconds of training, resumes included; compilation, capture and random steps do not count"""
+    """stop after this many seconds of training, resumes included, counted from the end of the warm-up"""
     snapshot_seconds: float | None = None
     """save the model to snapshots/ at the first log point after each multiple of this many seconds, and at the end, for
     `python -m leanrl.tools.speedrun`"""

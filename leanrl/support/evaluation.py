@@ -68,7 +68,7 @@ def training_script(run_dir: Path, saved: dict) -> ModuleType:
     scripts = {path.stem for path in Path(__file__).parents[1].glob("*.py")} - {"__init__"}
     name = saved["script"]
     if name not in scripts:
-        raise UsageError(f"{run_dir}/model.pt: was made by {name}, which is not a script of this version")
+        raise UsageError(f"{run_dir}: was made by {name}, which is not a script of this version")
     return importlib.import_module(f"leanrl.{name}")
 
 
@@ -107,7 +107,7 @@ def play(
             policy = script.load_policy(saved["model"], envs)
         except Exception as error:  # missing tensors, other shapes: anything a foreign file leads to
             reason = str(error).strip().splitlines() or [type(error).__name__]
-            raise UsageError(f"{run_dir}/model.pt: does not fit {saved['script']} ({reason[0]})") from None
+            raise UsageError(f"{run_dir / file}: does not fit {saved['script']} ({reason[0]})") from None
         obs, _ = envs.reset()
         # disable=None: shown only on a terminal.
         for episode in tqdm(range(episodes), run_dir.resolve().name, unit="episode", leave=False, disable=None):

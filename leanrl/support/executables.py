@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch.utils._pytree import tree_leaves
 
-# Ordinary calls before a CUDA graph is captured.
+# Runs before a CUDA graph is captured.
 CUDAGRAPH_WARMUP = 3
 # Calls that take a function through compilation, capture and a replay.
 WARMUP_CALLS = CUDAGRAPH_WARMUP + 2
@@ -92,9 +92,7 @@ class CompiledStep:
         return None if self._result is None else outputs[self._result]
 
 
-def make_executable(
-    fn: Callable, device: torch.device, compile: bool, cudagraphs: bool, urgent: bool = False
-) -> Callable[..., torch.Tensor | None]:
+def make_executable(fn: Callable, device: torch.device, compile: bool, cudagraphs: bool, urgent=False) -> Callable:
     """``fn``, compiled and captured as a script's flags say; ``fn`` as for ``CompiledStep``.
 
     With ``urgent``, a captured graph's kernels run before those waiting on other streams, and each call overwrites the

@@ -23,10 +23,7 @@ class TwinLinear(nn.Module):
 
 
 class TwinLayerNorm(nn.Module):
-    """The layer norms of two networks: [2, B, features] -> [2, B, features]
-
-    Given input for the first network only, [1, B, features], it is that network's layer.
-    """
+    """The layer norms of two networks: [2, B, features] -> [2, B, features]"""
 
     def __init__(self, features: int) -> None:
         super().__init__()
@@ -34,14 +31,14 @@ class TwinLayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(2, 1, features))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x, x.shape[-1:]) * self.weight[: len(x)] + self.bias[: len(x)]
+        return F.layer_norm(x, x.shape[-1:]) * self.weight + self.bias
 
 
 class Float32:
     """Mixin for a layer that stays in float32 under autocast; its input may have any precision.
 
-    For the first and last layers of a network, because in bfloat16 observations and values have only three digits; and
-    for norms, whose means and deviations are sums of many numbers.
+    For the first and last layers of a network, because in bfloat16 observations and values have three significant
+    digits; and for norms, whose means and deviations are sums of many numbers.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -88,7 +85,7 @@ class ChannelsLastLinear(nn.Linear):
 
 
 def interleaved(images: torch.Tensor) -> torch.Tensor:
-    """uint8 [B, 4, H, W] in channels_last: each pixel is written as one integer, which is faster than as four bytes."""
+    """uint8 [B, 4, H, W] in channels_last: each pixel is written as one integer, faster than four bytes."""
     first, second, third, fourth = images.int().unbind(1)
     return (first | second << 8 | third << 16 | fourth << 24).view(torch.uint8).unflatten(-1, (-1, 4)).movedim(-1, 1)
 

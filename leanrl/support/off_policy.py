@@ -52,7 +52,7 @@ class OffPolicyState:
 
     def tensors(self) -> list:
         """The tensors and state dicts that a training step changes in place."""
-        # Of the replay only the counters: once its size is 0 again, its rows do not matter.
+        # Of the replay only the counters: warm-up steps are resets, which are not kept.
         return [*map(_content, self._parts.values()), self._replay.cursor, self._replay.size]
 
     def resume(self, run: Run) -> UpdateSchedule:

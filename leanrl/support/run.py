@@ -39,7 +39,7 @@ VERSIONED_PACKAGES = ("torch", "tensordict", "numpy", "gymnasium", "envpool", "m
 
 
 def say(line: str) -> None:
-    """Prints ``line``, even if nobody reads it any more: Ctrl-C also ends a ``tee`` that the output is piped to."""
+    """Prints ``line``; no error if nobody reads it any more: Ctrl-C also ends a ``tee`` that the output is piped to."""
     try:
         print(line, flush=True)
     except BrokenPipeError:
@@ -69,9 +69,7 @@ def machine_facts(device: torch.device) -> dict:
     }
 
 
-def evaluate_model(
-    run_dir: Path, episodes: int, seed: int = 0, video: Path | None = None, sticky: bool = False
-) -> dict:
+def evaluate_model(run_dir: Path, episodes: int, seed=0, video: Path | None = None, sticky=False) -> dict:
     """Plays a run's saved model, writes ``RUN_DIR/evaluation.json`` and returns its content.
 
     Args:
@@ -171,8 +169,8 @@ class Run:
             self.dir = Path(args.resume)
             self.resumed = self._load()
             if self.global_step > total_steps:
-                there = f"the run is at step {self.global_step} already"
-                raise bad("total_timesteps", args.total_timesteps, f"{there}; name the step at which it is to end")
+                there = f"the run is already at step {self.global_step}"
+                raise bad("total_timesteps", args.total_timesteps, f"{there}; give the step at which to end")
         else:
             self.resumed = None
             if args.run_name is None:
@@ -333,13 +331,13 @@ class Run:
         point.update({key: float(value) for key, value in metrics.items()})
         self._tracker.log(self.global_step, point)
         self._last_log = self.global_step
+        for key, value in metrics.items():
+            if key.endswith("_loss") and not math.isfinite(value):
+                raise RuntimeError(f"training diverged: {key} is {value} at step {self.global_step}")
         every = self.args.snapshot_seconds
         if every is not None and self.wall_seconds // every > self._snapshots_due:
             self._snapshots_due = self.wall_seconds // every
             self._save_snapshot()
-        for key, value in metrics.items():
-            if key.endswith("_loss") and not math.isfinite(value):
-                raise RuntimeError(f"training diverged: {key} is {value} at step {self.global_step}")
         recent = "-" if self.episodic_return is None else f"{self.episodic_return:.1f}"
         self._progress.set_postfix_str(f"return {recent}, {sps:,.0f} sps", refresh=False)
         self._progress.update(self.global_step - self._progress.n)

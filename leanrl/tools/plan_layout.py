@@ -25,7 +25,7 @@ from typing import Annotated, NamedTuple
 
 import tyro
 
-from leanrl.sebulba.args import resolve_devices, validate_runtime
+from leanrl.sebulba.args import check_devices, validate_runtime
 from leanrl.sebulba.layout import Layout, parse_layout
 from leanrl.support.devices import available_cores
 from leanrl.support.errors import UsageError, bad, require_at_least, require_positive, typed
@@ -218,7 +218,7 @@ def main(args: Args) -> int:
     script_args = tyro.cli(module.Args, args=list(args.script_args), prog=args.script)
     module.validate(script_args)
     validate_runtime(script_args)
-    device = resolve_devices(script_args)
+    device = check_devices(script_args)
     script_args.device = device.type
     layouts, left_out = {}, {}
     for text in dict.fromkeys((*args.check, *args.layouts)):
