@@ -54,7 +54,9 @@ def in_precision(args, *critics):
     Values in bf16 are near 100, where it has steps of 0.5: losses and targets that are rounded to it would be seen.
     """
     if args.amp == "none":
-        return 1e-5, [critic.double() for critic in critics] and torch.float64
+        for critic in critics:
+            critic.double()
+        return 1e-5, torch.float64
     args.tau = 0.5  # so that float32 tells how targets move
     for critic in critics:
         [*critic.parameters()][-1].data += 100

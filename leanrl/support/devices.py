@@ -123,7 +123,7 @@ def keep_freed_memory() -> None:
 
 
 def use_onednn_products() -> None:
-    """Uses oneDNN for float32 matrix products on AMD processors, where MKL, PyTorch's choice, is slow.
+    """Uses oneDNN for float32 matrix products on AMD processors, where MKL, PyTorch's choice, can be slow.
 
     PyTorch calls oneDNN only if bfloat16 is allowed. Without AMX units oneDNN still computes in float32, faster than
     MKL. A test product checks the precision; if it is too low, nothing changes. ``args.json`` records the setting.

@@ -92,7 +92,9 @@ class CompiledStep:
         return None if self._result is None else outputs[self._result]
 
 
-def make_executable(fn: Callable, device: torch.device, compile: bool, cudagraphs: bool, urgent=False) -> Callable:
+def make_executable(
+    fn: Callable, device: torch.device, compile: bool, cudagraphs: bool, urgent: bool = False
+) -> Callable[..., torch.Tensor | None]:
     """``fn``, compiled and captured as a script's flags say; ``fn`` as for ``CompiledStep``.
 
     With ``urgent``, a captured graph's kernels run before those waiting on other streams, and each call overwrites the

@@ -42,7 +42,8 @@ class OneGraph:
         # external: the host can wait for it, while other events only order the graph's nodes.
         self._acted = torch.cuda.Event(external=True)
         self._graph = cache(lambda turns: Captured(partial(self._step, turns), self._stream))
-        self._timestep_cpu = self._actions_cpu = None
+        self._timestep_cpu: torch.Tensor | None = None
+        self._actions_cpu: torch.Tensor | None = None
 
     def __call__(self, timestep_cpu: torch.Tensor, turns: tuple[tuple[bool, ...], ...]) -> torch.Tensor:
         """One step.

@@ -69,7 +69,9 @@ def machine_facts(device: torch.device) -> dict:
     }
 
 
-def evaluate_model(run_dir: Path, episodes: int, seed=0, video: Path | None = None, sticky=False) -> dict:
+def evaluate_model(
+    run_dir: Path, episodes: int, seed: int = 0, video: Path | None = None, sticky: bool = False
+) -> dict:
     """Plays a run's saved model, writes ``RUN_DIR/evaluation.json`` and returns its content.
 
     Args:
