@@ -210,6 +210,7 @@ def test_continuous_actions_follow_their_noise():
     ours, theirs, obs, normalized = continuous_agent()
     acting = ActingAgent(ppo.ContinuousAgent(5, 3), "none")
     acting.load(flatten(ours))
+    assert all(map(torch.equal, acting._agent.state_dict().values(), ours.state_dict().values()))
     noise = torch.randn(16, 3)
     *actions, logprobs, values = ppo.make_act(acting, ppo.Args())(obs, noise)
     policy = theirs.get_policy(normalized)

@@ -25,8 +25,8 @@ from leanrl.support.executables import URGENT
 
 
 def flatten(agent: nn.Module) -> torch.Tensor:
-    """A network's parameters and buffers as one new float32 vector [P], ready to send."""
-    return torch.cat([x.reshape(-1).float() for x in agent.state_dict().values()])
+    """A network's parameters and buffers as one new vector [P], ready to send, of the widest of their types."""
+    return torch.cat([x.reshape(-1) for x in agent.state_dict().values()])
 
 
 class ActingAgent:

@@ -34,7 +34,7 @@ class Report(NamedTuple):
 
 
 def checksum(params: torch.Tensor) -> int:
-    """A number that changes with any bit of a float32 vector [P]; equal for equal replicas."""
+    """A number that changes with any bit of a vector [P] of floats; equal for equal replicas."""
     bits = params.detach().view(torch.int32).long()
     weights = 2 * torch.arange(len(bits), device=bits.device) + 1  # so that swapped values change it too
     return int((bits * weights).sum().item()) % CHECKSUM_RANGE
