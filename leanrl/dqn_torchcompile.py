@@ -290,7 +290,7 @@ def make_executables(q_network: QNetwork, replay: Replay, staging: Staging, upda
 def main(args: Args) -> None:
     validate(args)
     device = resolve_device(args)
-    set_cpu_numerics(args.num_threads)
+    set_cpu_numerics(args.num_threads, large_products=False)
     if args.capture_video:
         require_video(args.env_id, args.env_backend)
     envs = make_envs(args.env_id, args.num_envs, args.seed, args.env_backend, start=resumed_step(args.resume))

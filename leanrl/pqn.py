@@ -273,7 +273,7 @@ def main(args: Args) -> None:
     batch_size = args.num_envs * args.num_steps
     minibatch_size = batch_size // args.num_minibatches
     num_iterations = args.total_timesteps // batch_size
-    set_cpu_numerics(update_threads(args.num_threads, minibatch_size))
+    set_cpu_numerics(update_threads(args.num_threads, minibatch_size), large_products=False)
     if args.capture_video:
         require_video(args.env_id)
     envs = make_envs(args.env_id, args.num_envs, args.seed, start=resumed_step(args.resume))

@@ -302,9 +302,9 @@ def make_policy_step(q_network: QNetwork, rollout: Rollout, args: Args) -> tuple
 
 
 def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
-    """The policy of a saved model: observations uint8 [N, 4, 84, 84] -> actions [N], 1 in 20 of them random.
+    """The policy of a saved model: observations uint8 [N, 4, 84, 84] -> actions [N], 1 in 100 of them random.
 
-    Greedy actions alone can repeat the same moves for ever. https://doi.org/10.1038/nature14236 evaluates like this.
+    As at the end of training: greedy actions alone can repeat the same moves for ever.
     """
     num_actions = int(envs.single_action_space.n)
     q_network = QNetwork(num_actions)
@@ -314,7 +314,7 @@ def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray
     @torch.no_grad()
     def policy(obs: np.ndarray) -> np.ndarray:
         best = q_network(torch.from_numpy(obs)).argmax(1).numpy()
-        return np.where(rng.random(len(obs)) < 0.05, rng.integers(num_actions, size=len(obs)), best)
+        return np.where(rng.random(len(obs)) < 0.01, rng.integers(num_actions, size=len(obs)), best)
 
     return policy
 

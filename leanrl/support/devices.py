@@ -98,15 +98,19 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
-def set_cpu_numerics(num_threads: int) -> None:
+def set_cpu_numerics(num_threads: int, large_products: bool = True) -> None:
     """Sets PyTorch's threads, denormals and float32 matrix products on the CPU; call it before any work there.
 
     Denormals are flushed to 0: Adam's averages decay into them wherever gradients stay 0 (behind a dead ReLU, say), and
     arithmetic on them is many times slower. Threads inherit the setting from the one that starts them.
+
+    Without ``large_products`` MKL computes all of them: for networks with layers of a hundred, calling oneDNN takes
+    longer than the product.
     """
     torch.set_flush_denormal(True)
     torch.set_num_threads(num_threads)
-    use_onednn_products()
+    if large_products:
+        use_onednn_products()
 
 
 def keep_freed_memory() -> None:

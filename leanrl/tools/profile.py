@@ -64,12 +64,11 @@ REST = "calls and Python"
 """All other time."""
 
 COLUMNS = {
-    **{"who": "program", "num_envs": "environments", "sps": "sps", "envpool_sps": "EnvPool alone", "kept": "kept"},
-    **{"step_us": "step", "profiled_step_us": "step, profiled"},
-    **{part: part for part in (*KINDS, OTHER_KERNELS, REST, "emulation", "inference", "update", "copies and Python")},
-    **{"mflop": "MFLOP", "floor_us": "floor of the products", "envs_us": "environments alone", "floors": "floors"},
+    **{"who": "program", "num_envs": "environments", "step_us": "step", "profiled_step_us": "step, profiled"},
+    **{part: part for part in (*KINDS, OTHER_KERNELS, REST)},
+    **{"mflop": "MFLOP", "floor_us": "floor of the products", "envs_us": "environments alone"},
 }
-"""Key of a row -> the column that shows it; older records have pieces and floors of their own."""
+"""Key of a row -> the column that shows it."""
 
 ALONE_SECONDS = 3.0
 """for how long the environments alone are timed"""

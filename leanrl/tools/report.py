@@ -191,7 +191,7 @@ RENDER: dict[str, Callable[[dict], str]] = {
     "compare": lambda record: compare.render_table(record["rows"], record["sweep"]),
     "compile_time": compile_times,
     "pairs": pairs,
-    **dict.fromkeys(("parts", "parts_atari", "profile"), profile.render),  # the first two are the tool's former names
+    "profile": profile.render,
     "plan_layout": lambda record: plan_layout.render(
         [plan_layout.Prediction(**prediction) for prediction in record["predictions"]], record["measured"]
     ),
