@@ -389,7 +389,7 @@ def make_executables(observe: Callable, update: Callable, act: Callable, args: A
 def main(args: Args) -> None:
     validate(args)
     device = resolve_device(args)
-    set_cpu_numerics(args.num_threads or available_cores())
+    set_cpu_numerics(args.num_threads or available_cores(), large_products=args.amp == "none")
     if args.capture_video:
         require_video(args.env_id, args.env_backend)
     envs = make_envs(args.env_id, args.num_envs, args.seed, args.env_backend, start=resumed_step(args.resume))

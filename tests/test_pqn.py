@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 from scripts import course, run_tiny
@@ -29,13 +30,15 @@ def test_both_make_the_same_run(script, mode, tmp_path):
 
 
 @pytest.mark.parametrize("module", [pqn_atari, fast_pqn_atari], ids=["reference", "fast"])
-def test_a_saved_policy_on_atari_explores_one_step_in_twenty(module):
+def test_a_saved_policy_on_atari_explores_one_step_in_a_hundred(module):
     torch.manual_seed(0)
     network = module.QNetwork(6)
     spaces = SimpleNamespace(single_action_space=gym.spaces.Discrete(6))
     policy = module.load_policy({"q_network": network.state_dict()}, spaces)
     best = network(random_frames(1)).argmax().item()
-    assert 0.015 < (policy(random_frames(1).expand(600, -1, -1, -1).numpy()) != best).mean() < 0.08
+    frames = random_frames(1).expand(600, -1, -1, -1).numpy()
+    # A random action is the best one in a sixth of all cases.
+    assert 0.003 < np.mean([policy(frames) != best for _ in range(4)]) < 0.017
 
 
 @pytest.mark.parametrize("num_envs", [1, 5, 40])

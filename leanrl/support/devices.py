@@ -104,8 +104,8 @@ def set_cpu_numerics(num_threads: int, large_products: bool = True) -> None:
     Denormals are flushed to 0: Adam's averages decay into them wherever gradients stay 0 (behind a dead ReLU, say), and
     arithmetic on them is many times slower. Threads inherit the setting from the one that starts them.
 
-    Without ``large_products`` MKL computes all of them: for networks with layers of a hundred, calling oneDNN takes
-    longer than the product.
+    Without ``large_products`` MKL computes all of them: for layers of a hundred, or a network's first and last layers
+    where only these are in float32, calling oneDNN takes longer than the product.
     """
     torch.set_flush_denormal(True)
     torch.set_num_threads(num_threads)
