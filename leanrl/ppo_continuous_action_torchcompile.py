@@ -7,7 +7,7 @@ The same program as ppo_continuous_action.py: read that first, then diff the two
     python leanrl/ppo_continuous_action_torchcompile.py --num-envs 64 --env-backend envpool --compile
     python leanrl/ppo_continuous_action_torchcompile.py --compile --cudagraphs      # on a CUDA device
 
-What differs (doc/optimizations.md gives the measured gain of each):
+What differs (doc/optimizations.md measures most of it):
 - a minibatch costs one call: gather, loss, backward, clipping and Adam are one graph;
 - an environment step costs one call: normalise, write to the rollout, act with noise drawn beforehand. What acting does
   not need (values, log-probabilities, normalised rewards) is computed at the end of the rollout, in one batch.
