@@ -1,5 +1,7 @@
 """Compiled steps: what they return and change, how often they compile, a warm-up without a trace."""
 
+import gc
+
 import pytest
 import torch
 from test_on_policy_equality import make_side, minibatches, mode_args
@@ -94,3 +96,4 @@ def test_compiled_step_refuses_a_graph_break() -> None:
 
     with pytest.raises(Exception, match=r"(?i)data-dependent|unsupported|graph"):
         CompiledStep(fn, torch.device("cpu"))(torch.ones(3))
+    assert gc.isenabled(), "it is off while a step compiles"

@@ -1,6 +1,8 @@
 """The command line shared by all scripts: common flags, resuming, one-line errors."""
 
+import atexit
 import dataclasses
+import gc
 import json
 import os
 import sys
@@ -116,6 +118,7 @@ def parse_args(args_type: type[RunArgs], script: str, argv: list[str] | None = N
 
 def run_script(main: Callable, args_type: type[RunArgs], script_file: str) -> None:
     """Entry point of every script: parses, runs ``main(args)``; a UsageError is one line on stderr and exit code 2."""
+    atexit.register(gc.freeze)  # or the interpreter's last collection would walk all that was compiled, for a second
     try:
         main(parse_args(args_type, Path(script_file).stem))
     except UsageError as error:

@@ -1,7 +1,7 @@
 """Compiled steps with little call overhead, CUDA graphs, and a warm-up that leaves no trace."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -74,7 +74,8 @@ class CompiledStep:
             # would refuse the ninth.
             limit = torch._dynamo.config.accumulated_recompile_limit
             # trace_autograd_ops: .backward() becomes part of the graph.
-            with torch._dynamo.config.patch(recompile_limit=limit, trace_autograd_ops=True):
+            patch = torch._dynamo.config.patch(recompile_limit=limit, trace_autograd_ops=True)
+            with patch, collector_off():  # a tenth of the time would go into collections
                 result = self._first_call(*args)
             # Dynamo has one object for None. A graph that reads a .grad after setting it to None leaves a source on it,
             # where the next function compiled in this process would look for its own None. (pytorch/pytorch#194749,
@@ -147,17 +148,24 @@ class Captured:
             graph = torch.cuda.CUDAGraph()
             self._args = [arg.clone() for arg in args]
             gc.collect()
-            gc.disable()  # destroying a graph would invalidate the capture
-            try:
-                with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-                    self._result = self._fn(*self._args)
-            finally:
-                gc.enable()
+            # Destroying a graph would invalidate the capture.
+            with collector_off(), torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                self._result = self._fn(*self._args)
             self._graph = graph
         for ours, arg in zip(self._args, args, strict=True):
             ours.copy_(arg, non_blocking=True)
         self._graph.replay()
         return self._result
+
+
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """Python's garbage collector is off in the block."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @contextmanager
