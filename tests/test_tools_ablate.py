@@ -81,7 +81,7 @@ def test_what_fails_is_told_and_ctrl_c_keeps_what_was_measured(monkeypatch, caps
     assert call("--rows", "startup", "td3_bf16") == 130
     assert "interrupted: the results of the runs so far" in capsys.readouterr().err
     record = json.loads((tmp_path / "ablate.json").read_text())
-    assert {line["row"] for line in record["rows"]} == {"startup"}
+    assert {line["row"] for line in record["rows"]} == {"startup", "collector"}
 
 
 def test_groups_stand_for_their_rows(monkeypatch):

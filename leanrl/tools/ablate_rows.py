@@ -145,6 +145,7 @@ ROWS = [
         row(STARTUP, "startup", f"{name} {value}, cold cache", *without_option(name), is_start=True)
         for name, value in executables.CPU_OPTIONS.items()
     ),
+    row(STARTUP, "collector", "collector off", patch.object(executables, "collector_off", ExitStack), is_start=True),
     row(TD3, "td3_update", "compiled, not eager", both="", with_flags="--compile"),
     row(TD3, "td3_twins", "twin critics in one product, not two", *TWO_PRODUCTS),
     row(TD3, "td3_threads", f"{CORES} threads, not 1: float32", without_flags="--num-threads=1"),
