@@ -23,7 +23,7 @@ from torch.distributions.normal import Normal
 
 from leanrl.support.checkpoints import resumed_step
 from leanrl.support.cli import RunArgs, run_script
-from leanrl.support.devices import resolve_device, update_threads
+from leanrl.support.devices import resolve_device, set_cpu_numerics, update_threads
 from leanrl.support.envs import make_envs, require_continuous_actions
 from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
 from leanrl.support.evaluation import require_video
@@ -322,7 +322,7 @@ def main(args: Args) -> None:
     batch_size = args.num_envs * args.num_steps
     minibatch_size = batch_size // args.num_minibatches
     num_iterations = args.total_timesteps // batch_size
-    torch.set_num_threads(update_threads(args.num_threads, minibatch_size))
+    set_cpu_numerics(update_threads(args.num_threads, minibatch_size), large_products=False)
     if args.capture_video:
         require_video(args.env_id)
     envs = make_envs(args.env_id, args.num_envs, args.seed, start=resumed_step(args.resume))

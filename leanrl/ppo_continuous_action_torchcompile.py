@@ -28,7 +28,7 @@ from torch.distributions.normal import Normal
 
 from leanrl.support.checkpoints import resumed_step
 from leanrl.support.cli import RunArgs, run_script
-from leanrl.support.devices import resolve_device, update_threads
+from leanrl.support.devices import resolve_device, set_cpu_numerics, update_threads
 from leanrl.support.envs import EnvBackend, make_envs, require_continuous_actions
 from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
@@ -389,8 +389,7 @@ def main(args: Args) -> None:
     minibatch_size = batch_size // args.num_minibatches
     num_iterations = args.total_timesteps // batch_size
     num_threads = update_threads(args.num_threads, minibatch_size)
-    # Nothing else of set_cpu_numerics: oneDNN is slower than MKL at products this small.
-    torch.set_num_threads(num_threads)
+    set_cpu_numerics(num_threads, large_products=False)
     if args.capture_video:
         require_video(args.env_id, args.env_backend)
     envs = make_envs(args.env_id, args.num_envs, args.seed, args.env_backend, start=resumed_step(args.resume))

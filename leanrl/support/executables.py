@@ -73,9 +73,8 @@ class CompiledStep:
             # Functions made by one factory share their code, so Dynamo takes each for a recompilation of the first and
             # would refuse the ninth.
             limit = torch._dynamo.config.accumulated_recompile_limit
-            # trace_autograd_ops: .backward() becomes part of the graph.
-            patch = torch._dynamo.config.patch(recompile_limit=limit, trace_autograd_ops=True)
-            with patch, collector_off():  # a tenth of the time would go into collections
+            # trace_autograd_ops: .backward() becomes part of the graph. Collections would take a tenth of the time.
+            with torch._dynamo.config.patch(recompile_limit=limit, trace_autograd_ops=True), collector_off():
                 result = self._first_call(*args)
             # Dynamo has one object for None. A graph that reads a .grad after setting it to None leaves a source on it,
             # where the next function compiled in this process would look for its own None. (pytorch/pytorch#194749,
