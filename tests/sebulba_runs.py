@@ -21,10 +21,9 @@ ENV = {name: value for name, value in os.environ.items() if name not in ALONE} |
 LAUNCHED = []
 
 
-def needs_gpus(number: int) -> list[pytest.MarkDecorator]:
-    """Marks of a test that takes so many."""
-    reason = f"needs {number} GPUs"
-    return [pytest.mark.cuda, pytest.mark.skipif(torch.cuda.device_count() < number, reason=reason)]
+def needs_gpus(number: int) -> pytest.MarkDecorator:
+    """Skips a test on machines with fewer."""
+    return pytest.mark.skipif(torch.cuda.device_count() < number, reason=f"needs {number} GPUs")
 
 
 def tiny(folder: Path, *flags) -> list[str]:

@@ -263,7 +263,7 @@ def test_dm_controls_episodes_are_truncated_and_their_resets_give_no_reward():
     assert (np.abs(obs[1000] - obs[1001]).max(1) > 0.1).all()
 
 
-UNSUITABLE = [((BOX, UNBOUNDED), "bounded vectors"), ((BOX, HUGE), "bounded vectors"), ((IMAGE, BOX), "a vector")]
+UNSUITABLE = [((BOX, UNBOUNDED), "bounded vectors"), ((BOX, HUGE), "bounded vectors"), ((IMAGE, BOX), "vectors")]
 
 
 @pytest.mark.parametrize("spaces, reason", UNSUITABLE)

@@ -73,6 +73,7 @@ GPUS = {"a0-l1-d1": 2, "a0-l0,1-d1": 2, "a0-l0-d2": 2, "a0-l1,2-d1": 3}
 
 @pytest.mark.parametrize("script, lag", [("cleanba_ppo", 0), ("cleanba_impala", 1)])
 @pytest.mark.parametrize("layout", [pytest.param(text, marks=needs_gpus(n)) for text, n in GPUS.items()])
+@pytest.mark.cuda
 def test_layouts_of_gpus_learn_the_same(tmp_path, script, lag, layout):
     args = replace(ARGS, device="cuda")
     runs = [Run(script, text, lag, True, UPDATES) for text in ("a0-l0-d1", layout)]
@@ -84,7 +85,7 @@ def test_layouts_of_gpus_learn_the_same(tmp_path, script, lag, layout):
 @pytest.mark.parametrize("lag", [0, 1, 2])
 @pytest.mark.parametrize("script, env_id", TASKS)
 def test_every_layout_learns_the_same(tmp_path, script, env_id, lag):
-    layouts = ("a0-l0-d1", "a0-l0,1-d1", "a0-l1-d1", "a0-l1,2-d1", "a0-l0-d2", "a0,1-l2,1-d1")
+    layouts = ("a0-l0-d1", "a0-l0,1-d1", "a0-l1-d1", "a0-l1,2-d1", "a0-l1,2,3,4-d1", "a0-l0-d2", "a0,1-l2,1-d1")
     args = replace(ARGS, env_id=env_id)
     prints = [fingerprint(execute(Run(script, layout, lag, True, UPDATES), args, tmp_path)) for layout in layouts]
     assert len(set(prints)) == 1

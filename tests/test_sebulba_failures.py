@@ -44,7 +44,7 @@ def endless(tmp_path):
     [
         ("cleanba_ppo", 2, []),
         ("cleanba_impala", 1, ["--policy-lag=newest"]),
-        pytest.param("cleanba_ppo", 1, ["--device=cuda", *SMALL_LAYOUT], marks=needs_gpus(2)),
+        pytest.param("cleanba_ppo", 1, ["--device=cuda", *SMALL_LAYOUT], marks=[pytest.mark.cuda, needs_gpus(2)]),
         *[pytest.param(script, victim, [], marks=pytest.mark.long) for script in DISTRIBUTED for victim in range(3)],
     ],
 )
@@ -70,7 +70,9 @@ def test_a_stopped_launcher_goes_on_and_a_stopped_process_is_a_stall(endless):
     assert not alive(ranks)
 
 
-@pytest.mark.parametrize("lag", [pytest.param(lag, marks=needs_gpus(2)) for lag in (0, 1)])
+@pytest.mark.cuda
+@needs_gpus(2)
+@pytest.mark.parametrize("lag", [0, 1])
 def test_a_stopped_process_of_a_gpu_is_named(endless, lag):
     """By its silence or, where NCCL's watchdog ends the one that waits for it first, by what it had come to."""
     launcher, ranks = endless("cleanba_impala", "--device=cuda", "--timeout=10", f"--policy-lag={lag}", *SMALL_LAYOUT)
@@ -158,6 +160,19 @@ def test_a_warm_up_that_takes_too_long_ends_the_run(tmp_path):
     code, out = finish(process)
     assert code == 1 and "Traceback" not in out
     assert last_line(out) == "actor 0 and learner 0 (rank 0): its warm-up takes longer than --start-timeout 1 s"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_without_a_supervisor_ends_when_its_peer_does(tmp_path, number):
+    """As under torchrun, or if the peer's supervisor is another: at its next message, or after --timeout."""
+    store = local_store()
+    environ = {**ALONE, "WORLD_SIZE": "2", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    flags = tiny(tmp_path, FOREVER, *SMALL_LAYOUT, "--timeout=5")
+    peer, lead = (launch("cleanba_ppo", *flags, environ={**environ, "RANK": rank}) for rank in "01")
+    wait_for_log(tmp_path / "run", lead)
+    peer.send_signal(number)
+    code, out = finish(lead, 60)
+    assert code == 1 and last_line(out).startswith("learner 0 (rank 1): lost actor 0 (rank 0), ")
 
 
 # As NCCL's watchdog does with a process that has waited for too long.

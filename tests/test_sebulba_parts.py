@@ -4,6 +4,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,9 +15,10 @@ from sebulba_runs import ALONE
 import leanrl.cleanba_ppo as ppo
 import leanrl.sebulba.args
 import leanrl.sebulba.collectives as collectives
+from leanrl.sebulba import supervisor
 from leanrl.sebulba.actor import ActingAgent, ActorThread
 from leanrl.sebulba.args import SebulbaArgs, pool_threads
-from leanrl.sebulba.collectives import sum_in_order
+from leanrl.sebulba.collectives import RUN, sum_in_order
 from leanrl.sebulba.environments import make_pool
 from leanrl.sebulba.layout import Layout, parse_layout
 from leanrl.sebulba.mailbox import Mailbox, Stalled, Stopped
@@ -25,6 +27,7 @@ from leanrl.sebulba.randomness import DRAWS_BITS, INCREMENT, _mix, action_noise,
 from leanrl.sebulba.records import Report, checksum, ended_episodes, returns_and_lengths
 from leanrl.sebulba.rollout import Header, Rollout
 from leanrl.sebulba.start import first_host, resolve_start, slurm_task
+from leanrl.support.envs import require_learnable
 from leanrl.support.errors import UsageError
 from leanrl.support.normalization import RunningMoments
 
@@ -156,6 +159,28 @@ def test_pools_share_the_cores_of_a_machine(monkeypatch, text, cores, on_node, l
     monkeypatch.setattr(leanrl.sebulba.args, "available_cores", lambda: cores)
     layout = layout_of(text, 2, 48)
     assert pool_threads(SebulbaArgs(), layout) == expected and pool_threads(SebulbaArgs(env_threads=5), layout) == 5
+
+
+def test_a_task_tells_its_processes_who_else_is_here(monkeypatch):
+    """So that the pools of eight groups on one machine do not each take all its cores."""
+    task, children = {"SLURM_PROCID": "3", "SLURM_NTASKS": "128", "SLURM_STEP_TASKS_PER_NODE": "8(x16)"}, []
+    for name, value in {**TASK, **task, "SLURM_CPUS_ON_NODE": "96"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(supervisor, "Supervisor", lambda theirs, *args: children.extend(theirs) or Mock(run=int))
+    start = resolve_start(ppo.Args(env_id="CartPole-v1", distributed=True, device="cpu", run_name="mine"))
+    supervisor.supervise(start, ppo.__file__)
+    (child,) = children
+    told = [child.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", RUN)]
+    assert told == ["3", "0", "128", "8", f"{slurm_task({**TASK, **task}).step}, run mine"]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", told[3])
+    monkeypatch.setattr(leanrl.sebulba.args, "available_cores", lambda: 96)
+    assert pool_threads(start.args, start.layout) == 6
+
+
+def test_images_need_their_channels_first():
+    spaces = {"single_observation_space": Box(0, 255, (96, 96, 3), np.uint8), "single_action_space": Discrete(2)}
+    with pytest.raises(UsageError, match=r"--env-id Film-v0: has images of shape \(96, 96, 3\); this script needs"):
+        require_learnable(Mock(**spaces), "Film-v0")
 
 
 # ---------------------------------------------------------------------------------------------------------- SCHEDULE

@@ -26,15 +26,17 @@ import torch
 import torch.distributed as dist
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.spaces import Box, Discrete
-from scripts import course, leaves, newest_checkpoint, run, summary
+from scripts import course, leaves, newest_checkpoint, run, summary, wait_until
 from sebulba_runs import DISTRIBUTED, finish, last_line, launch, ranks_of, run_alone, run_both, tiny, wait_for_log
 
 from leanrl import cleanba_ppo
 from leanrl.sebulba.actor import ThreadRollout
+from leanrl.sebulba.args import flags_digest
 from leanrl.sebulba.collectives import RUN, Collectives, sum_in_order
 from leanrl.sebulba.layout import Layout
 from leanrl.sebulba.pipeline import Pipeline
-from leanrl.sebulba.rollout import Rollout
+from leanrl.sebulba.records import Records, Report
+from leanrl.sebulba.rollout import Header, Rollout
 from leanrl.sebulba.start import FIRST_PORT, NUM_PORTS
 from leanrl.sebulba.status import PeerLost
 from leanrl.sebulba.supervisor import local_store
@@ -55,6 +57,9 @@ STATS = {
     *("queue_get_time", "update_time", "all_reduce_time"),
     *("policy_lag", "policy_lag_max"),
 }
+
+# Of the example in Cleanba's README.
+TWO_TASKS = {"SLURM_JOB_ID": "26017", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
 
 
 @pytest.fixture
@@ -110,6 +115,21 @@ def test_a_run_and_its_records(monkeypatch, capsys, tmp_path, script):
     assert [kind for kind, *_ in lines[0]["spans"]["actor thread 1 (rank 0)"]][1:] == ["wait for parameters", "rollout"]
 
 
+def test_lags_are_of_all_updates_since_the_last_log_point(monkeypatch, tmp_path):
+    """Not of the last alone."""
+    flags = tiny(tmp_path, "--total-timesteps=100000", "--log-frequency=4")
+    run = Run(parse_args(cleanba_ppo.Args, "cleanba_ppo", flags), cleanba_ppo.__file__, torch.device("cpu"), 100_000)
+    layout = Layout((0,), (0,), local_num_envs=8)
+    with run:
+        kept = Records(run, layout, dict)
+        run.start_clock()
+        for number, version in enumerate((0, 0, 1, 2, 4, 4, 4, 7), 1):
+            pieces = [(layout.pieces_of_learner(0)[0], Header(number, version))]
+            kept.add(number, [Report(0.0, 1.0, 2.0, 0.0, pieces, np.zeros((3, 0)))], {}, is_last=False)
+    rows = [(row["stats/policy_lag"], row["stats/policy_lag_max"]) for row in read_metrics(tmp_path / "run")]
+    assert rows == [(0.75, 1.0), (0.75, 2.0)]
+
+
 def test_actors_may_take_the_newest_parameters(monkeypatch, tmp_path):
     """On the learner's device; and after a resume."""
     flags = tiny(tmp_path, "--policy-lag=newest", "--total-timesteps=5120")
@@ -152,6 +172,7 @@ def test_the_newest_parameters_are_learned_from(monkeypatch, tmp_path, script, e
     flags = tiny(tmp_path, "--policy-lag=newest", f"--learning-rate={learning_rate}", "--log-frequency=100")
     flags += [f"--env-id={env_id}", "--total-timesteps=400000", f"--target-return={target}"]
     assert run_alone(monkeypatch, script, *flags) == 0
+    assert max(newest_lags(tmp_path / "run")) > 0
     assert summary(tmp_path / "run")["episodic_return"] >= learned  # more episodes end in the last update
 
 
@@ -173,8 +194,10 @@ def test_the_next_rollout_travels_beside_the_update(monkeypatch, tmp_path, lag):
 
     monkeypatch.setattr(Worker, "rollouts_due", watched)
     flags = ["--total-timesteps=1280", f"--policy-lag={lag}", "--num-actor-threads=1", "--learner-device-ids=1"]
+    flags += ["--evaluate-episodes=1"]  # by the lead alone
     assert run_both(monkeypatch, "cleanba_impala", *tiny(tmp_path, *flags), rank=1) == 0
     assert len(addresses) == 2 and addresses == {(theirs, ours) for ours, theirs in addresses}
+    assert (tmp_path / "run" / "evaluation.json").exists()
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -230,11 +253,13 @@ def test_a_trained_agent_is_evaluated(monkeypatch, tmp_path):
 
 
 def test_models_with_one_hidden_layer_still_load(tmp_path):
+    spaces = {"single_observation_space": Box(0, 255, (4, 84, 84), np.uint8), "single_action_space": Discrete(3)}
+    agent = cleanba_ppo.make_agent(*spaces.values(), cleanba_ppo.Args(channels=(4,), hiddens=(32,)))
+    model = {"agent": agent.state_dict(), "network": {"torso": "impala", "channels": [4], "hidden": 32}}
     (tmp_path / "args.json").write_text(json.dumps({"script": "cleanba_ppo", "args": {"env_id": "Breakout-v5"}}))
-    torch.save({"model": {"network": {"torso": "impala", "channels": [4], "hidden": 32}}}, tmp_path / "model.pt")
-    network = load_model(tmp_path)["model"]["network"]
-    assert network == {"torso": "impala", "channels": [4], "hiddens": [32]}
-    assert network.keys() == set(cleanba_ppo.NETWORK_FLAGS)
+    torch.save({"model": model}, tmp_path / "model.pt")
+    policy = cleanba_ppo.load_policy(load_model(tmp_path)["model"], SimpleNamespace(**spaces))
+    assert policy(np.zeros((2, 4, 84, 84), np.uint8)).shape == (2,)
 
 
 def test_a_saved_agent_acts_as_in_training():
@@ -444,14 +469,22 @@ def test_resuming_with_other_groups_is_refused(monkeypatch, capsys, tmp_path):
     assert capsys.readouterr().err == f"cleanba_ppo.py: --resume {tmp_path / 'run'}: {reason}\n"
 
 
-def test_groups_with_other_flags_are_refused(tmp_path, free_port):
-    """Each is valid by itself; together they would train, and nobody could repeat it."""
-    place, flags = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port}, tiny(tmp_path)
-    groups = [launch("cleanba_impala", *flags, f"--seed={i}", environ={**place, "RANK": i}) for i in "01"]
-    (lead_code, _), (code, out) = map(finish, groups)
-    assert lead_code == 1 and code == 2, out
-    names = "learner 1 (rank 1)", "actor 0 and learner 0 (rank 0)"
-    assert last_line(out).endswith("{} was started with other flags than {}".format(*names))
+def test_two_runs_at_one_port_do_not_mix(tmp_path, free_port):
+    """Of one SLURM step, two groups each: the first to come ends right, the other is refused, in whatever order."""
+
+    def group(seed: str, number: str):
+        flags = tiny(tmp_path / seed, "--distributed", "--total-timesteps=5120", f"--seed={seed}")
+        return launch("cleanba_impala", *flags, environ={**place, "SLURM_PROCID": number})
+
+    place = {**TWO_TASKS, "MASTER_PORT": free_port}
+    lead = group("1", "0")
+    with socket.socket() as probe:
+        wait_until(lambda: probe.connect_ex(("127.0.0.1", int(free_port))) == 0, lead, 60)
+    for number in "10":
+        code, out = finish(group("2", number))
+        assert code == 2 and f"MASTER_PORT {free_port}: another run meets at" in last_line(out), out
+    assert [finish(process)[0] for process in (group("1", "1"), lead)] == [0, 0]
+    assert last_step(tmp_path / "1" / "run") == 5120
 
 
 def test_a_group_that_never_comes_is_not_waited_for_long(monkeypatch, free_port):
@@ -472,13 +505,16 @@ def test_another_run_at_the_port_is_refused_by_name(monkeypatch):
     store = local_store()
     with pytest.raises(UsageError, match=f"^MASTER_PORT {store.port}: .* or another program listens there"):
         meets(monkeypatch, 0, store.port)
-    store.set("leanrl run", "theirs")
-    with pytest.raises(UsageError, match=f"^MASTER_PORT {store.port}: .*: theirs, while this process is of mine; "):
-        meets(monkeypatch, 1, store.port)
+    ours = f"mine with flags {flags_digest(cleanba_ppo.Args(start_timeout=20))}"
+    for theirs in ("theirs with flags 0123abcd", "mine with flags 0123abcd"):
+        store.set("leanrl run", theirs)
+        words = f"{theirs} .*, while this process is of {ours}; set one for each"
+        with pytest.raises(UsageError, match=f"^MASTER_PORT {store.port}: .*: {words}"):
+            meets(monkeypatch, 1, store.port)
     # The same command once more, by mistake.
-    store.set("leanrl run", "mine")
+    store.set("leanrl run", ours)
     dist.PrefixStore("mine, attempt 0", store).add("rank 1", 1)
-    with pytest.raises(UsageError, match=f"^MASTER_PORT {store.port}: .* calls itself mine, too, and has a rank 1"):
+    with pytest.raises(UsageError, match=f"^MASTER_PORT {store.port}: .* calls itself {ours}, too, and has a rank 1"):
         meets(monkeypatch, 1, store.port)
 
 
@@ -572,11 +608,9 @@ def test_torchrun_restarts_from_the_checkpoint(tmp_path, free_port):
 @pytest.mark.long
 def test_cleanbas_two_terminals(tmp_path):
     """Its README's d2 example, word for word: 2 tasks of an actor and three learners."""
-    variables = {"SLURM_JOB_ID": "26017", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
-    variables |= {"SLURM_LOCALID": "0", "SLURM_STEP_NUM_NODES": "2"}
     flags = ["--distributed", "--actor-device-ids", 0, "--learner-device-ids", 1, 2, 3, "--device=cpu"]
     flags += ["--env-id=CartPole-v1", "--total-timesteps=50000", f"--runs-dir={tmp_path}", "--run-name=run"]
-    tasks = [launch("cleanba_ppo", *map(str, flags), environ={**variables, "SLURM_PROCID": str(i)}) for i in (0, 1)]
+    tasks = [launch("cleanba_ppo", *map(str, flags), environ={**TWO_TASKS, "SLURM_PROCID": str(i)}) for i in (0, 1)]
     for task in tasks:
         code, out = finish(task, 240)
         assert code == 0, out

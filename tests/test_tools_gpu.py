@@ -70,6 +70,12 @@ def test_what_counts_most_is_measured_first(some_gpu, tmp_path):
     assert len(set(turns)) == len(turns) == 2 * sum(map(len, contenders.values()))
 
 
+def test_every_file_with_a_gpus_test_shows_it():
+    """By the mark's name, which is what is looked for; none comes from a helper."""
+    helpers = [path for path in (gpu.REPOSITORY / "tests").glob("*.py") if not path.name.startswith("test_")]
+    assert len(helpers) > 2 and not [path.name for path in helpers if "mark.cuda" in path.read_text()]
+
+
 @pytest.fixture
 def on_cpu(tmp_path, monkeypatch):
     """The tool works on a CPU, for TD3 alone, with two files of tests; returns a call of it."""

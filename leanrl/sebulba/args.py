@@ -1,5 +1,8 @@
 """The runtime's flags, which both distributed scripts share."""
 
+import dataclasses
+import hashlib
+import json
 import math
 import os
 from dataclasses import dataclass
@@ -80,6 +83,13 @@ class SebulbaArgs(RunArgs):
         self.save_model = self.save_model or self.upload_model or self.evaluate_episodes is not None
         # They are lists if they come from args.json.
         self.actor_device_ids, self.learner_device_ids = tuple(self.actor_device_ids), tuple(self.learner_device_ids)
+
+
+def flags_digest(args: SebulbaArgs) -> str:
+    """A hash of all flags that the processes of a run must have in common."""
+    own = {field.name for field in dataclasses.fields(RunArgs)}
+    shared = {name: value for name, value in dataclasses.asdict(args).items() if name not in own}
+    return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def validate_runtime(args: SebulbaArgs) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from leanrl.sebulba.args import SebulbaArgs, flags_digest
 from leanrl.sebulba.layout import Layout, Member
 from leanrl.sebulba.records import Report
 from leanrl.sebulba.status import PeerLost
@@ -63,7 +64,7 @@ class Collectives:
         PeerLost: a process does not arrive. Methods that wait for one raise it too, if that one is gone or late.
     """
 
-    def __init__(self, layout: Layout, member: Member, device: torch.device, args) -> None:
+    def __init__(self, layout: Layout, member: Member, device: torch.device, args: SebulbaArgs) -> None:
         self._layout, self._member, self._device = layout, member, device
         self._exact = args.exact_reduction
         self._in_time = f"within --start-timeout {args.start_timeout:g} s"
@@ -75,7 +76,7 @@ class Collectives:
         self._learners = self._store = None
         if len(layout.members) == 1:
             return
-        self._store = _rendezvous(member.rank, len(layout.members), args.start_timeout)
+        self._store = _rendezvous(member.rank, len(layout.members), args)
         with waiting_for(f"another process, which did not set its connections up {self._in_time}"):
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
@@ -202,13 +203,14 @@ class Collectives:
         return message[:-1], message[-1].item() > 0
 
 
-def _rendezvous(rank: int, world_size: int, seconds: float) -> dist.Store:
+def _rendezvous(rank: int, world_size: int, args: SebulbaArgs) -> dist.Store:
     """The store where the run's processes meet: at the supervisor, torchrun's agent, or rank 0.
 
     Raises:
-        UsageError: another run uses this port, or another process this rank.
+        UsageError: another run uses this port, or one with other flags, or another process this rank.
     """
-    host, port, ours = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], os.environ.get(RUN, "")
+    host, port, seconds = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], args.start_timeout
+    ours = f"{os.environ.get(RUN, 'a run')} with flags {flags_digest(args)}"
     limit = datetime.timedelta(seconds=seconds)
     late = f"did not all come to {host}:{port} within --start-timeout {seconds:g} s; a group that has failed says why"
     taken = f"MASTER_PORT {port}: another run meets at {host}"
@@ -223,7 +225,8 @@ def _rendezvous(rank: int, world_size: int, seconds: float) -> dist.Store:
             store.set("leanrl run", ours)
         theirs = store.get("leanrl run").decode()
     if theirs != ours:
-        raise UsageError(f"{taken}: {theirs}, while this process is of {ours}; set one for each")
+        reason = f"{theirs} (a hash of them), while this process is of {ours}"
+        raise UsageError(f"{taken}: {reason}; set one for each, or start all processes with the same flags")
     store = _own_part(store, os.environ)
     if store.add(f"rank {rank}", 1) > 1:
         raise UsageError(f"{taken} that calls itself {ours}, too, and has a rank {rank}; set one for each")

@@ -65,7 +65,7 @@ class Records:
     """
 
     def __init__(self, run: Run, layout: Layout, state_dict: Callable[[], dict]) -> None:
-        self._run, self._layout, self._state_dict = run, layout, state_dict
+        self._run, self._layout, self._state_dict, self._lags = run, layout, state_dict, []
         cut_metrics(run.dir, run.global_step, TIMELINE_FILE)
 
     def add(self, number: int, reports: Sequence[Report], metrics: dict[str, torch.Tensor], is_last: bool) -> None:
@@ -79,10 +79,13 @@ class Records:
         run.record_episodes(*returns_and_lengths(reports))
         with open(run.dir / TIMELINE_FILE, "a") as timeline:
             timeline.write(json.dumps(self._spans(number, reports)) + "\n")
+        self._lags += [number - 1 - header.version for report in reports for _, header in report.pieces]
         checkpoint_due = run.checkpoint_due()
         # Before a checkpoint too, because logging is what stops a run that has diverged.
         if number % args.log_frequency == 0 or is_last or checkpoint_due:
-            run.log({**{name: value.item() for name, value in metrics.items()}, **stats(number, reports)})
+            lags = {"stats/policy_lag": float(np.mean(self._lags)), "stats/policy_lag_max": max(self._lags)}
+            run.log({**{name: value.item() for name, value in metrics.items()}, **stats(reports), **lags})
+            self._lags.clear()
         if checkpoint_due:
             run.checkpoint(self._state_dict())
 
@@ -102,8 +105,8 @@ class Records:
         return {"global_step": self._run.global_step, "update": number, "spans": spans}
 
 
-def stats(number: int, reports: Sequence[Report]) -> dict[str, float]:
-    """Mean seconds of each phase of the last iteration, and by how many updates its rollouts lagged behind."""
+def stats(reports: Sequence[Report]) -> dict[str, float]:
+    """Mean seconds of each phase of an iteration."""
     headers = [header for report in reports for _, header in report.pieces]
     values = {name: [getattr(h, name) for h in headers] for name in ("inference", "env_step", "device_to_host")}
     values |= {
@@ -114,6 +117,4 @@ def stats(number: int, reports: Sequence[Report]) -> dict[str, float]:
         "update": [report.updated - report.filled for report in reports],
         "all_reduce": [report.all_reduce for report in reports],
     }
-    means = {f"stats/{name}_time": float(np.mean(seconds)) for name, seconds in values.items()}
-    lags = [number - 1 - h.version for h in headers]
-    return {**means, "stats/policy_lag": float(np.mean(lags)), "stats/policy_lag_max": max(lags)}
+    return {f"stats/{name}_time": float(np.mean(seconds)) for name, seconds in values.items()}

@@ -1,8 +1,5 @@
 """One process of a run, from set-up to end: actor threads, a learner, or both."""
 
-import dataclasses
-import hashlib
-import json
 import os
 import sys
 import time
@@ -14,14 +11,13 @@ import torch.nn as nn
 from torch.utils._pytree import tree_leaves
 
 from leanrl.sebulba.actor import ActingAgent, ActorThread, flatten
-from leanrl.sebulba.args import SebulbaArgs
-from leanrl.sebulba.collectives import RUN, Collectives
+from leanrl.sebulba.collectives import Collectives
 from leanrl.sebulba.mailbox import Stopped
 from leanrl.sebulba.pipeline import Pipeline
 from leanrl.sebulba.records import Records, Report, checksum, ended_episodes
 from leanrl.sebulba.start import Start
 from leanrl.sebulba.status import GRACE_SECONDS, Status
-from leanrl.support.cli import RunArgs, report_usage_error
+from leanrl.support.cli import report_usage_error
 from leanrl.support.devices import synchronize_stream
 from leanrl.support.errors import UsageError, bad
 from leanrl.support.executables import untouched
@@ -30,13 +26,6 @@ from leanrl.support.run import Run
 from leanrl.support.signals import StopRequest
 
 JOIN_SECONDS = 30
-
-
-def flags_digest(args: SebulbaArgs) -> int:
-    """A hash of the run's id and of all flags that its processes must have in common."""
-    own = {field.name for field in dataclasses.fields(RunArgs)}
-    shared = {RUN: os.environ.get(RUN), **{k: v for k, v in dataclasses.asdict(args).items() if k not in own}}
-    return int(hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:15], 16)
 
 
 class Worker:
@@ -87,12 +76,8 @@ class Worker:
         return {"agent": self._agent.state_dict(), "optimizer": self._optimizer.state_dict()}
 
     def _share_start(self) -> int:
-        """Gives every process the lead's state; returns the environment step at which the run starts or resumes.
-
-        Raises:
-            UsageError: this process and the lead were started with different flags.
-        """
-        run, digest = self._run, flags_digest(self._args)
+        """Gives every process the lead's state; returns the environment step at which the run starts or resumes."""
+        run = self._run
         if run is not None and run.resumed is not None:
             try:
                 self._agent.load_state_dict(run.resumed["agent"])
@@ -100,13 +85,10 @@ class Worker:
             except (RuntimeError, KeyError) as error:
                 reason = str(error).splitlines()[-1].strip()
                 raise bad("resume", self._args.resume, f"its checkpoint does not fit ({reason})") from None
-        facts = torch.tensor([0 if run is None else run.global_step, digest])
+        step = torch.tensor(0 if run is None else run.global_step)
         tensors = [x for x in tree_leaves(self._state_dict()) if isinstance(x, torch.Tensor)]
-        self._collectives.broadcast([*tensors, facts])
-        step, digest_of_lead = facts.tolist()
-        if digest != digest_of_lead:
-            raise UsageError(f"{self._member.name} was started with other flags than {self._layout.learner(0).name}")
-        return step
+        self._collectives.broadcast([*tensors, step])
+        return step.item()
 
     @contextmanager
     def warm_up(self) -> Iterator[None]:

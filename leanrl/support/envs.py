@@ -333,20 +333,21 @@ def require_continuous_actions(envs: VectorEnv, env_id: str) -> None:
 
 def require_learnable(envs: VectorEnv, env_id: str) -> None:
     """UsageError unless observations are arrays of numbers, and actions are numbered from 0 or bounded vectors."""
-    _require_spaces(envs, env_id, gym.spaces.Discrete, gym.spaces.Box, obs_kind="array")
+    _require_spaces(envs, env_id, gym.spaces.Discrete, gym.spaces.Box, obs_kind="arrays")
 
 
-def _require_spaces(envs: VectorEnv, env_id: str, *action_types: type[gym.Space], obs_kind: str = "vector") -> None:
+def _require_spaces(envs: VectorEnv, env_id: str, *action_types: type[gym.Space], obs_kind: str = "vectors") -> None:
     action, obs = envs.single_action_space, envs.single_observation_space
     if not isinstance(action, action_types):
         needed = " or ".join(kind.__name__ for kind in action_types)
         raise bad("env_id", env_id, f"has {type(action).__name__} actions; this script needs {needed} ones")
-    if isinstance(action, gym.spaces.Discrete):
-        is_usable = action.start == 0
-    else:
+    is_usable = isinstance(action, gym.spaces.Discrete) and action.start == 0
+    if isinstance(action, gym.spaces.Box):
         # The largest float32 stands for no bound.
         is_usable = len(action.shape) == 1 and (np.abs([action.low, action.high]) < np.finfo(np.float32).max).all()
     if not is_usable:
         raise bad("env_id", env_id, f"has actions of {action}; this script needs numbers from 0 on or bounded vectors")
-    if not isinstance(obs, gym.spaces.Box) or (obs_kind == "vector" and len(obs.shape) != 1):
-        raise bad("env_id", env_id, f"has observations of {obs}; this script needs a {obs_kind} of numbers")
+    if not isinstance(obs, gym.spaces.Box) or (obs_kind == "vectors" and len(obs.shape) != 1):
+        raise bad("env_id", env_id, f"has observations of {obs}; this script needs {obs_kind} of numbers")
+    if obs.dtype == np.uint8 and len(obs.shape) == 3 and obs.shape[2] < obs.shape[0]:
+        raise bad("env_id", env_id, f"has images of shape {obs.shape}; this script needs the channels first")
