@@ -194,8 +194,7 @@ def test_the_next_rollout_travels_beside_the_update(monkeypatch, tmp_path, lag):
 
     monkeypatch.setattr(Worker, "rollouts_due", watched)
     flags = ["--total-timesteps=1280", f"--policy-lag={lag}", "--num-actor-threads=1", "--learner-device-ids=1"]
-    flags += ["--evaluate-episodes=1"]  # by the lead alone
-    assert run_both(monkeypatch, "cleanba_impala", *tiny(tmp_path, *flags), rank=1) == 0
+    assert run_both(monkeypatch, "cleanba_impala", *tiny(tmp_path, *flags, "--evaluate-episodes=1"), rank=1) == 0
     assert len(addresses) == 2 and addresses == {(theirs, ours) for ours, theirs in addresses}
     assert (tmp_path / "run" / "evaluation.json").exists()
 
@@ -474,9 +473,8 @@ def test_two_runs_at_one_port_do_not_mix(tmp_path, free_port):
 
     def group(seed: str, number: str):
         flags = tiny(tmp_path / seed, "--distributed", "--total-timesteps=5120", f"--seed={seed}")
-        return launch("cleanba_impala", *flags, environ={**place, "SLURM_PROCID": number})
+        return launch("cleanba_impala", *flags, environ={**TWO_TASKS, "MASTER_PORT": free_port, "SLURM_PROCID": number})
 
-    place = {**TWO_TASKS, "MASTER_PORT": free_port}
     lead = group("1", "0")
     with socket.socket() as probe:
         wait_until(lambda: probe.connect_ex(("127.0.0.1", int(free_port))) == 0, lead, 60)

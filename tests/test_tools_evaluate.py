@@ -142,7 +142,7 @@ def test_the_same_seed_gives_the_same_returns(script, run_dir, monkeypatch, caps
     told = {"script": script, "env_id": tiny_env(script), "seed": 1, "episodes": 5, "video": None}
     assert {**content, **told, "returns": other} == content
     printed = capsys.readouterr().out
-    assert f"{np.mean(first):,.1f} ± {np.std(first, ddof=1):,.1f}" in printed
+    assert f" {evaluate.mean_std(first)} |" in printed
     assert f"{min(first):,.1f}" in printed and f"{max(first):,.1f}" in printed
 
 

@@ -158,16 +158,21 @@ def test_estimates_are_rliables(monkeypatch):
 
 
 def test_iqm_of_eight_seeds_is_the_mean_of_the_middle_four(tmp_path, capsys):
-    # 3, 4, 5 and 6 in the middle; constant curves, so that no smoothing and no interpolation changes them.
-    levels = [-1000.0, 1.0, 3.0, 4.0, 5.0, 6.0, 50.0, 9000.0]
+    # 300, 400, 600 and 700 in the middle; constant curves, so that no smoothing and no interpolation changes them.
+    levels = [-1000.0, 100.0, 300.0, 400.0, 600.0, 700.0, 800.0, 9000.0]
     for seed, level in enumerate(levels):
         write_run(tmp_path / "runs", seed, [level] * 5)
     row = cells(draw(tmp_path / "runs", out=tmp_path / "p"), "ppo:eager")
     assert row[:4] == ["Hopper-v5", "ppo:eager", "8", "1,500"]
     # Final returns come from summary.json, which says half a point more.
-    assert row[4] == f"{np.mean(levels) + 0.5:,.0f} ± {np.std(levels, ddof=1):,.0f}"
-    assert row[5].startswith("5 [") and row[6] == "120 ± 0"
+    assert row[4] == f"{round(np.mean(levels) + 0.5, -2):,.0f} ± {round(np.std(levels, ddof=1), -2):,.0f}"
+    assert row[5].startswith("500 [") and row[6] == "120 ± 0"
     assert capsys.readouterr().err == ""
+
+
+def test_numbers_have_the_digits_that_their_spread_allows():
+    told = {(4386, 1294): "2,800 ± 2,200", (501, 476): "488 ± 18", (499.2, 499.1): "499.1 ± 0.1", (6208,): "6,210"}
+    assert {values: plot.mean_std(values) for values in told} == told
 
 
 def test_overlap():

@@ -104,8 +104,8 @@ def set_cpu_numerics(num_threads: int, large_products: bool = True) -> None:
     Denormals are flushed to 0: Adam's averages decay into them wherever gradients stay 0 (behind a dead ReLU, say), and
     arithmetic on them is many times slower. Threads inherit the setting from the one that starts them.
 
-    Without ``large_products`` MKL computes all of them: for layers of a hundred, or a network's first and last layers
-    where only these are in float32, calling oneDNN takes longer than the product.
+    Without ``large_products`` MKL computes all of them: for layers of about 100 units, or where only a network's first
+    and last layers are in float32, the call to oneDNN takes longer than the product.
     """
     torch.set_flush_denormal(True)
     torch.set_num_threads(num_threads)
@@ -129,8 +129,8 @@ def keep_freed_memory() -> None:
 def use_onednn_products() -> None:
     """Uses oneDNN for float32 matrix products on AMD processors, where MKL, PyTorch's choice, can be slow.
 
-    PyTorch calls oneDNN only if bfloat16 is allowed. Without AMX units oneDNN still computes in float32, faster than
-    MKL. A test product checks the precision; if it is too low, nothing changes. ``args.json`` records the setting.
+    PyTorch calls oneDNN only if bfloat16 is allowed. Without AMX units oneDNN still computes in float32. A test product
+    checks the precision; if it is too low, nothing changes. ``args.json`` records the setting.
     """
     settings = torch.backends.mkldnn.matmul
     if "AMD" not in cpu_name() or not torch.backends.mkldnn.is_available():

@@ -73,7 +73,7 @@ class CompiledStep:
             # Functions made by one factory share their code, so Dynamo takes each for a recompilation of the first and
             # would refuse the ninth.
             limit = torch._dynamo.config.accumulated_recompile_limit
-            # trace_autograd_ops: .backward() becomes part of the graph. Collections would take a tenth of the time.
+            # trace_autograd_ops: .backward() becomes part of the graph. Collections would slow compiling.
             with torch._dynamo.config.patch(recompile_limit=limit, trace_autograd_ops=True), collector_off():
                 result = self._first_call(*args)
             # Dynamo has one object for None. A graph that reads a .grad after setting it to None leaves a source on it,

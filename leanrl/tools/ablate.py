@@ -99,8 +99,7 @@ def cells(line: dict) -> tuple[str, ...]:
     both, saved = (line["seconds_without"], line["seconds_with"]), line["seconds_saved_per_env_step"]
     if saved is None:
         return line["trick"], *(f"{seconds:.1f}" for seconds in both), *gain
-    digits = 1 if 1e6 * min(both) < 100 else 0
-    *both, saved = (f"{1e6 * seconds:,.{digits}f}" for seconds in (*both, saved))
+    *both, saved = (common.rounded([1e6 * seconds], abs(1e6 * seconds))[0] for seconds in (*both, saved))
     return line["trick"], *both, *gain, saved
 
 

@@ -108,12 +108,16 @@ def plural(noun: str, items: Sequence) -> str:
 # ------------------------------------------------------------------------------------------------------------ TABLES
 
 
-def mean_std(values: Sequence[float], digits: int = 0) -> str:
+def rounded(values: Sequence[float], spread: float) -> list[str]:
+    """Numbers to two figures of their spread, such as ``7,850``, or to three of their own; at most one decimal."""
+    place = min(1, 1 - int(f"{spread or max(map(abs, values)) / 10 or 1:e}".partition("e")[2]))
+    return [f"{round(value, place):,.{max(0, place)}f}" for value in values]
+
+
+def mean_std(values: Sequence[float]) -> str:
     """``7,850 ± 120``: the mean and, for two or more values, the sample standard deviation; ``-`` for none."""
-    if not values:
-        return "-"
-    mean = f"{statistics.fmean(values):,.{digits}f}"
-    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):,.{digits}f}"
+    spread = statistics.stdev(values) if len(values) > 1 else 0.0
+    return " ± ".join(rounded([statistics.fmean(values), spread][: len(values)], spread)) if values else "-"
 
 
 def median(values: Sequence[float], digits: int = 0) -> str:

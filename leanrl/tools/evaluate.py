@@ -67,7 +67,7 @@ def main(args: Args) -> int:
             failures += 1
             continue
         returns = evaluation["returns"]
-        row = [run_dir.resolve().name, evaluation["env_id"], f"{len(returns)}", mean_std(returns, 1)]
+        row = [run_dir.resolve().name, evaluation["env_id"], f"{len(returns)}", mean_std(returns)]
         rows.append([*row, f"{min(returns):,.1f}", f"{max(returns):,.1f}"])
         if evaluation["video"]:
             print(f"video: {run_dir / evaluation['video']}")

@@ -200,7 +200,7 @@ def render(predictions: Sequence[Prediction], measured: dict[str, float]) -> str
     header += ["bottleneck", *(["measured sps", "off by"] if measured else [])]
     rows = []
     for p in predictions:
-        row = [p.layout, f"{p.devices}", f"{p.num_envs:,}", f"{p.sps:,.0f}"]
+        row = [p.layout, f"{p.devices}", f"{p.num_envs:,}", *common.rounded([p.sps], p.sps)]
         row += [*(f"{seconds:.3g}" for seconds in p.seconds.values()), p.bottleneck]
         if measured:
             sps = measured.get(p.layout)

@@ -38,7 +38,7 @@ from leanrl.sebulba.records import TIMELINE_FILE
 from leanrl.support.cli import RunArgs, read_args_json
 from leanrl.support.errors import UsageError, bad, require_at_least
 from leanrl.support.tracking import read_metrics
-from leanrl.tools.common import COLORS, clean, colors_of, markdown_table, mean_std, new_figure, run_tool
+from leanrl.tools.common import COLORS, clean, colors_of, markdown_table, mean_std, new_figure, rounded, run_tool
 from leanrl.tools.trials import read_json, running_mean
 
 RETURN = "charts/episodic_return"
@@ -276,13 +276,13 @@ def finals_table(groups: Groups, with_speed: bool) -> str:
     rows = []
     for group, curves in groups.items():
         ends = [end(curve) for curve in curves]
-        digits = 0 if max(map(abs, ends)) >= 100 else 1
-        iqm, low, high = (f"{x.item():,.{digits}f}" for x in estimate_iqm(np.array(ends)[:, None]))
+        estimates = np.concatenate(estimate_iqm(np.array(ends)[:, None]))
+        iqm, low, high = rounded(estimates, np.ptp(estimates))
         unfinished = sum(not curve["finished"].iloc[0] for curve in curves)
         seeds = f"{len(curves)}" + (f" ({unfinished} unfinished)" if unfinished else "")
         steps = min(curve["global_step"].iloc[-1] for curve in curves)
         interval = f"{iqm} [{low}, {high}]" if len(ends) > 1 else "-"
-        row = [*group, seeds, f"{steps:,.0f}", mean_std(ends, digits), interval]
+        row = [*group, seeds, f"{steps:,.0f}", mean_std(ends), interval]
         rows.append(row + [mean_std([curve["sps"].iloc[0] for curve in curves])] * with_speed)
     header = ["environment", "group", "seeds", "steps", "return, mean ± std", "IQM [95 % interval]"]
     return markdown_table(header + ["sps"] * with_speed, rows)
