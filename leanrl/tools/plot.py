@@ -315,7 +315,7 @@ def draw(groups: Groups, bands: dict[str, dict[tuple[str, str], Band]], caption:
 
     env_ids, labels = (list(dict.fromkeys(names)) for names in zip(*groups, strict=True))
     colors = colors_of(labels)
-    figure = new_figure(max(7.0, 4.6 * len(env_ids)), 0.4 + 3.3 * len(bands) + 0.22 * len(labels))
+    figure = new_figure(max(7.0, 3.6 * len(env_ids)), 0.4 + 3.3 * len(bands) + 0.22 * len(labels))
     panels = figure.subplots(len(bands), len(env_ids), squeeze=False, sharey="col")
     handles = {}
     for (row, axis), (column, env_id) in itertools.product(enumerate(bands), enumerate(env_ids)):

@@ -113,7 +113,6 @@ def overview(root: Path):
 
     figure = new_figure(12, 6)
     panels = figure.subplots(2, len(HEADLINE))
-    panels[1, 0].set_ylabel("return")
     colors = {column: next(iter(colors_of([part]).values())) for column, part in COLUMNS.items()}
     for (name, line), (bars, axes) in zip(HEADLINE.items(), panels.T, strict=True):
         folder = root / RESULTS / line.script
@@ -130,7 +129,8 @@ def overview(root: Path):
             if len(group) >= 3:
                 band = plot.estimate_band([curve[curve["global_step"] <= end] for curve in group], "global_step")
                 plot.draw_band(axes, band, colors_of([label])[label])
-        axes.set(xlabel="environment steps", xlim=(0, end))
+        axes.set(xlabel="environment steps", ylabel="return: IQM, 95 %" if axes is panels[1, 0] else "", xlim=(0, end))
+        axes.yaxis.set_major_formatter("{x:,.10g}")
         for panel in (bars, axes):
             clean(panel)
             panel.xaxis.set(major_locator=MaxNLocator(4), major_formatter=EngFormatter(sep=""))
