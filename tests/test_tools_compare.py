@@ -224,7 +224,7 @@ def test_table():
         ["slow", "1,000 2,000", "1,500", "1.00x", "0.0", "1.0 ± 0.0", "4,096", "-"],
         # 3 times as fast with seed 1, twice with seed 2.
         ["fast", "3,000 4,000", "3,500", "2.50x", "7.0", "20 ± 14", "4,096", "900"],
-        ["crash (1 failed: exit 1)", "500", "500", "0.25x", "0.0", "1", "4,096", "-"],
+        ["crash (1 failed: exit 1)", "500", "500", "0.25x", "0.0", "1.0", "4,096", "-"],
     ]
     found[1].summary["interrupted"] = True
     assert table_of(found)[1][:4] == ["fast (1 failed: interrupted)", "4,000", "4,000", "2.00x"]
