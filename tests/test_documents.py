@@ -90,16 +90,16 @@ def test_a_command_parses(path, command, capsys):
         pytest.fail(f"{path.name}: {command}\n{capsys.readouterr().err}")
 
 
-SHORT = [case for case in CASES if re.search(r"plot --csv doc/|--dry-run|report --check", case[1])]
+SHORT = [case for case in CASES if re.search(r"plot --csv doc/|--dry-run", case[1])]
 
 
 @pytest.mark.parametrize("path, command", SHORT, ids=lambda x: x.name if isinstance(x, Path) else x[:60])
 def test_a_short_command_runs(path, command, tmp_path):
     """As it stands on the page, but that plots go elsewhere."""
-    command = re.sub(r"\./run\.sh |python -m leanrl\.tools\.", f"{sys.executable} -m leanrl.tools.", command)
-    command = command.replace(" --csv ", f" --out {tmp_path}/plot --csv ")
-    call = subprocess.run(["bash", "-c", command], cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
-    assert call.returncode == 0 and call.stdout, call.stderr
+    python = shlex.quote(sys.executable)
+    command = re.sub(r"\./run\.sh |python -m leanrl\.tools\.", f"{python} -m leanrl.tools.", command)
+    command = command.replace(" --csv ", f" --out {shlex.quote(str(tmp_path))}/plot --csv ")
+    assert subprocess.check_output(["bash", "-c", command], cwd=REPOSITORY, timeout=300)
 
 
 def test_there_are_commands_everywhere():
