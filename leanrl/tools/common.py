@@ -88,7 +88,8 @@ def benchmark_record(tool: str, device: torch.device, packages: Sequence[str] = 
 
 def describe_machine(machine: dict) -> str:
     """``AMD EPYC 9555, 2 cores, torch 2.13.0``: one line for tables and pictures."""
-    return f"{machine['device_name']}, {machine['cpu_cores']} cores, torch {machine['versions']['torch']}"
+    cores = machine["cpu_cores"]
+    return f"{machine['device_name']}, {cores} core{'s' * (cores != 1)}, torch {machine['versions']['torch']}"
 
 
 def write_results(out: Path, tool: str, record: dict, text: str, figure=None) -> None:
@@ -123,6 +124,11 @@ def mean_std(values: Sequence[float]) -> str:
 def median(values: Sequence[float], digits: int = 0) -> str:
     """``7,850``: the median; ``-`` for none."""
     return f"{statistics.median(values):,.{digits}f}" if values else "-"
+
+
+def median_speed(values: Sequence[float]) -> str:
+    """``7,850``: the median to three figures; ``-`` for none."""
+    return rounded([statistics.median(values)], max(10, statistics.median(values) / 10))[0] if values else "-"
 
 
 def failure_note(failures: Sequence[str]) -> str:

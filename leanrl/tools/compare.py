@@ -191,7 +191,7 @@ def render_table(rows: Sequence[dict], sweep: str | None = None) -> str:
         cells = [
             (
                 line + common.failure_note([*itertools.chain(*(row["failures"] for row in at.values()))]),
-                *(common.median(row["sps"]) for row in at.values()),
+                *(common.median_speed(row["sps"]) for row in at.values()),
             )
             for line, at in lines_of(rows, sweep).items()
         ]
@@ -205,7 +205,7 @@ def render_table(rows: Sequence[dict], sweep: str | None = None) -> str:
     columns = {
         "program": [row["label"] + common.failure_note(row["failures"]) for row in rows],
         "sps of each round": [" ".join(f"{sps:,.0f}" for sps in row["sps"]) or "-" for row in rows if several],
-        "median sps" if several else "sps": column("sps"),
+        "median sps" if several else "sps": column("sps", common.median_speed),
         **{
             name: [common.median(row["ratios"][name], digits=2) + "x" * bool(row["ratios"][name]) for row in rows]
             for name in rows[0]["ratios"]
@@ -275,13 +275,10 @@ def draw_speeds(axes, rows: Sequence[dict]) -> None:
         if len(row["sps"]) > 1:
             axes.plot(row["sps"], [i] * len(row["sps"]), "o", color="black", markersize=3.5, alpha=0.6)
         ratios = ", ".join(f"{statistics.median(ratios):.1f}x" for ratios in row["ratios"].values() if ratios)
-        note = f"{common.median(row['sps'])}  ({ratios})" if row["sps"] else "failed"
-        end = max(row["sps"], default=0.0) + 0.02 * longest
-        axes.text(end, i, note, va="center", fontsize=10, fontweight="bold")
+        note = f"{common.median_speed(row['sps'])}  ({ratios})" if row["sps"] else "failed"
+        axes.text(max(row["sps"], default=0.0) + 0.02 * longest, i, note, va="center", fontsize=10, fontweight="bold")
     # Leave room for the notes, which start where the bars end.
-    axes.set_xlim(0, 1.65 * longest)
-    axes.set_ylim(len(rows) - 0.55, -0.75)
-    axes.set_yticks([])
+    axes.set(xlim=(0, 1.65 * longest), ylim=(len(rows) - 0.55, -0.75), yticks=[])
     axes.set_title(f"Environment steps per second ({', '.join(rows[0]['ratios'])})", loc="left")
     common.clean(axes)
 

@@ -316,7 +316,7 @@ def render(record: dict) -> str:
 
 
 def draw(record: dict):
-    """A stacked bar per row, with lines at the length of the step without the profiler and at its floors."""
+    """A stacked bar per row, a line at the length of the step without the profiler, and its floors in the bar."""
     from matplotlib import colormaps
 
     rows = record["rows"]
@@ -324,19 +324,18 @@ def draw(record: dict):
     axes, handles = figure.subplots(), {}
     parts = [part for part in COLUMNS if any(part in row["parts_us"] for row in rows)]
     for i, row in enumerate(rows):
-        start = 0.0
+        starts, start = {}, 0.0
         for part, color in zip(parts, colormaps["Set2"].colors, strict=False):  # not the modes' colours
-            if value := row["parts_us"].get(part):
+            starts[part], value = start, row["parts_us"].get(part, 0.0)
+            if round(value):
                 handles[part] = axes.barh(i, value, left=start, height=0.36, color=color)
-                start += value
+            start += value
         axes.text(0, i - 0.25, row["who"], va="bottom", fontsize=10)
-        lines = (("step_us", "step, not profiled", "-"), ("floor_us", "floor of the products", ":"))
-        for key, label, style in (*lines, ("envs_us", "environments alone", "--")):
+        (handles["step, not profiled"],) = axes.plot([row["step_us"]] * 2, [i - 0.26, i + 0.26], color="black")
+        for key, part, style in (("floor_us", "matrix products", ":"), ("envs_us", "environment", "--")):
             if key in row:
-                ends = [i - 0.26, i + 0.26]
-                (handles[label],) = axes.plot([row[key]] * 2, ends, color="black", linestyle=style)
-    axes.set_ylim(len(rows) - 0.55, -0.75)
-    axes.set_yticks([])
+                handles[COLUMNS[key]] = axes.barh(i, row[key], 0.44, starts[part], fill=False, ec="black", ls=style)
+    axes.set(ylim=(len(rows) - 0.55, -0.75), yticks=[])
     axes.spines["left"].set_visible(False)  # the rows' names are there
     axes.set_title("Microseconds of an environment step", loc="left")
     common.clean(axes)

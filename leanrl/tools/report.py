@@ -35,9 +35,8 @@ from typing import NamedTuple
 import numpy as np
 
 from leanrl.support.errors import UsageError
-from leanrl.tools import ablate, compare, plan_layout, plot, profile, reproduce, speedrun
+from leanrl.tools import ablate, common, compare, plan_layout, plot, profile, reproduce, speedrun
 from leanrl.tools.ablate_rows import ROWS
-from leanrl.tools.common import clean, colors_of, describe_machine, markdown_table, new_figure, run_tool
 from leanrl.tools.trials import REPOSITORY, SCRIPTS, running_mean
 
 RESULTS = Path("doc", "benchmarks")
@@ -96,11 +95,11 @@ def headline(records: list[dict]) -> str:
     columns = [column for column in COLUMNS if any(found[column] for found in speeds)]
     lines = []
     for (name, line), found in zip(HEADLINE.items(), speeds, strict=True):
-        best = max(found.values())
-        cells = [f"{found[column]:,.0f}" if found[column] else "-" for column in columns]
-        cells = [f"**{cell}**" if cell == f"{best:,.0f}" else cell for cell in cells]
-        lines.append([f"[{name}]({RESULTS}/{line.script}.md)", *cells])
-    return markdown_table(["", *columns], lines)
+        cells = {column: common.median_speed([found[column]] if found[column] else []) for column in columns}
+        best = max(found, key=found.get)
+        cells[best] = f"**{cells[best]}**"
+        lines.append([f"[{name}]({RESULTS}/{line.script}.md)", *cells.values()])
+    return common.markdown_table(["", *columns], lines)
 
 
 def overview(root: Path):
@@ -111,14 +110,14 @@ def overview(root: Path):
     from matplotlib.patches import Patch  # 0.5 s that --help need not wait for
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
-    figure = new_figure(12, 6)
+    figure = common.new_figure(12, 6)
     panels = figure.subplots(2, len(HEADLINE))
-    colors = {column: next(iter(colors_of([part]).values())) for column, part in COLUMNS.items()}
+    colors = {column: next(iter(common.colors_of([part]).values())) for column, part in COLUMNS.items()}
     for (name, line), (bars, axes) in zip(HEADLINE.items(), panels.T, strict=True):
         folder = root / RESULTS / line.script
         speeds = {column: sps for column, sps in speeds_of(load(folder / "peers.json"), line.script).items() if sps}
         drawn = bars.barh(list(speeds), list(speeds.values()), color=[colors[column] for column in speeds])
-        bars.bar_label(drawn, fmt="{:,.0f}", padding=3)
+        bars.bar_label(drawn, [common.median_speed([sps]) for sps in speeds.values()], padding=3)
         bars.set_title(name.removesuffix(", 8 environments"))
         bars.set(xlim=(0, 1.3 * max(speeds.values())), yticks=[], xlabel="steps per second")
         bars.invert_yaxis()
@@ -128,11 +127,11 @@ def overview(root: Path):
         for label, group in groups.items():
             if len(group) >= 3:
                 band = plot.estimate_band([curve[curve["global_step"] <= end] for curve in group], "global_step")
-                plot.draw_band(axes, band, colors_of([label])[label])
+                plot.draw_band(axes, band, common.colors_of([label])[label])
         axes.set(xlabel="environment steps", ylabel="return: IQM, 95 %" if axes is panels[1, 0] else "", xlim=(0, end))
         axes.yaxis.set_major_formatter("{x:,.10g}")
         for panel in (bars, axes):
-            clean(panel)
+            common.clean(panel)
             panel.xaxis.set(major_locator=MaxNLocator(4), major_formatter=EngFormatter(sep=""))
     handles = [Patch(color=color, label=column.strip("`")) for column, color in colors.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
@@ -150,10 +149,10 @@ def learning(record: dict) -> str:
         return running_mean(curve["episodic_return"], curve["episodes"])[(curve["global_step"] <= step).sum() - 1]
 
     rows = [
-        [*group, *(f"{statistics.fmean(at(curve, step) for curve in curves):,.1f}" for step in steps)]
+        [*group, *(common.mean_std([at(curve, step) for curve in curves]) for step in steps)]
         for group, curves in groups.items()
     ]
-    return markdown_table(["environment", "group", *(f"at {step / 1e6:g}M" for step in steps)], rows)
+    return common.markdown_table(["environment", "group", *(f"at {step / 1e6:g}M" for step in steps)], rows)
 
 
 def compile_times(record: dict) -> str:
@@ -165,7 +164,7 @@ def compile_times(record: dict) -> str:
         column = run.get("side", f"{run['cache']} cache")
         seconds.setdefault(label, {}).setdefault(column, []).append(f"{summary['warmup_seconds']:.1f}")
     rows = [[label, *map(" ".join, found.values())] for label, found in seconds.items()]
-    return markdown_table(("program", *(f"{column}, seconds" for column in next(iter(seconds.values())))), rows)
+    return common.markdown_table(("program", *(f"{column}, seconds" for column in next(iter(seconds.values())))), rows)
 
 
 def pairs(record: dict) -> str:
@@ -177,10 +176,10 @@ def pairs(record: dict) -> str:
             ratios = np.divide(after, before)
             resamples = np.random.default_rng(0).choice(ratios, (10_000, len(ratios)))
             low, high = np.percentile(np.median(resamples, 1), (2.5, 97.5))
-            speeds = [f"{statistics.median(speeds):,.0f}" for speeds in (before, after)]
             ratio = f"{np.median(ratios):.2f} [{low:.2f}, {high:.2f}]"
-            rows.append([" ".join([runs["script"], *runs["flags"]]), f"{len(ratios)}", *speeds, ratio])
-    return markdown_table(("program", "pairs", "steps/s before", "after", "after / before [95 % interval]"), rows)
+            what = [" ".join([runs["script"], *runs["flags"]]), f"{len(ratios)}"]
+            rows.append([*what, common.median_speed(before), common.median_speed(after), ratio])
+    return common.markdown_table(("program", "pairs", "steps/s before", "after", "ratio [95 % interval]"), rows)
 
 
 RENDER: dict[str, Callable[[dict], str]] = {
@@ -243,7 +242,7 @@ def render(marker: str, root: Path, page: Path) -> tuple[str, dict[str, dict]]:
 def machine_of(record: dict) -> str:
     """`` on a machine``, if the record has it."""
     machine = record.get("machine", "")
-    return f" on {machine if isinstance(machine, str) else describe_machine(machine)}" if machine else ""
+    return f" on {machine if isinstance(machine, str) else common.describe_machine(machine)}" if machine else ""
 
 
 def selected(records: list[dict], fields: dict[str, str]) -> dict:
@@ -347,4 +346,4 @@ def main(args: Args, root: Path = REPOSITORY) -> int:
 
 
 if __name__ == "__main__":
-    run_tool(main, Args)
+    common.run_tool(main, Args)

@@ -143,19 +143,19 @@ def compare_script(script: str, lag: int, args: Args, folder: Path) -> list[dict
 
 def render(rows: Sequence[dict], args: Args) -> str:
     """The table, and what its columns mean."""
-    header = ("script", "lag", "layout", "exact: fingerprint", "equal", "one update: difference", "within", "repeats")
-    said = {True: "yes", False: "NO", None: ""}
-    cells = [
-        (
-            *(f"{row[key]}" for key in ("script", "lag", "layout", "fingerprint")),
-            *(said[row["equal"]], f"{row['difference']:.1e}", said[row["close"]], said[row.get("repeatable")]),
-        )
-        for row in rows
-    ]
+    header = ("script", "lag", "exact: fingerprint", "equal", "one update: difference", "close", "repeats")
+    cells = []
+    for (script, lag), group in itertools.groupby(rows, key=lambda row: (row["script"], row["lag"])):
+        layouts = list(group)
+        equal, close = (f"{sum(row[key] for row in layouts)} of {len(layouts)}" for key in ("equal", "close"))
+        prints = " ".join(dict.fromkeys(row["fingerprint"] for row in layouts))
+        apart = f"{max(row['difference'] for row in layouts):.1e}"
+        cells.append((script, f"{lag}", prints, equal, apart, close, "yes" if layouts[-1]["repeatable"] else "NO"))
     legend = (
-        f"{args.env_id}, {args.num_envs} environments, {args.num_shards} shards, {args.updates} updates. Equal: every "
-        "tensor of the last checkpoint is, bit for bit, with --exact-reduction. Difference: the largest between two "
-        f"parameters after one update without it; within: of {TOLERANCE:g}. Repeats: two runs without it are equal."
+        f"{args.env_id}, {args.num_envs} environments, {args.num_shards} shards, {args.updates} updates. Equal: layouts"
+        " whose last checkpoint is the first's, bit for bit, with --exact-reduction. Difference: the largest between "
+        f"parameters after one update without it; close: within {TOLERANCE:g}. Repeats: two runs of the last layout "
+        "without it are equal."
     )
     return f"{common.markdown_table(header, cells)}\n\n{legend}"
 
