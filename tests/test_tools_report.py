@@ -7,7 +7,7 @@ import pytest
 from scripts import cells, run_tool_in_process
 
 from leanrl.support.errors import UsageError
-from leanrl.tools import common, plot, report
+from leanrl.tools import plot, report
 from leanrl.tools.trials import REPOSITORY
 
 DATA = "dqn/peers.json"
@@ -112,7 +112,7 @@ def test_pairs_and_a_cell(root):
     assert report.main(report.Args(), root) == 0
     text = page.read_text()
     speeds = next(row["sps"] for row in report.load(root / report.RESULTS / DATA)["rows"] if row["label"] == "dqn")
-    assert f"-->{common.median_speed(speeds)}<!-- end --> steps.\n" in text
+    assert f"-->{float(f'{sorted(speeds)[1]:.3g}'):,.0f}<!-- end --> steps.\n" in text
     assert [row[1:] for row in cells(text)] == [
         ["3", "100", "110", "1.10 [1.00, 1.50]"],
         ["1", "100", "110", "1.10 [1.10, 1.10]"],

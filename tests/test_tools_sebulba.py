@@ -10,7 +10,7 @@ from dataclasses import replace
 import psutil
 import pytest
 import tyro
-from scripts import summary, wait_until
+from scripts import cells, summary, wait_until
 from sebulba_runs import alive, run_alone, run_both
 
 import leanrl.cleanba_impala as impala
@@ -51,16 +51,15 @@ def test_launch_submits(tmp_path, monkeypatch, capsys):
     quoted = [line.strip() for line in job.splitlines() if "--env-id" in line]
     assert len(quoted) == 6 and all("--seed" in shlex.split(shlex.split(line)[0]) for line in quoted)
 
-    sbatch = tmp_path / "bin" / "sbatch"
-    sbatch.parent.mkdir()
+    sbatch = tmp_path / "sbatch"
     sbatch.write_text(f"#!/bin/sh\necho $1 > {tmp_path}/output\ncp $2 {tmp_path}/submitted\n")
     sbatch.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{sbatch.parent}:/usr/bin:/bin")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.chdir(tmp_path)
     assert launch.main(args) == 0
     assert (tmp_path / "output").read_text() == f"--output={tmp_path}/runs/slurm/%A_%a.out\n"
     assert (tmp_path / "submitted").read_text().count("cleanba_ppo.py") == 6
-    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PATH", f"{tmp_path}/empty")
     with pytest.raises(UsageError, match="no sbatch here"):
         launch.main(args)
 
@@ -109,9 +108,14 @@ def test_reproduce_refuses(changes, message):
         reproduce.main(reproduce.Args(**changes))
 
 
+def test_reproduce_counts_what_is_equal():
+    same = {"script": "cleanba_ppo", "lag": 0, "fingerprint": "a", "equal": True, "difference": 0.0, "close": True}
+    odd = {**same, "fingerprint": "b", "equal": False, "difference": 2, "close": False, "repeatable": False}
+    assert cells(reproduce.render([same, odd], reproduce.Args()))[0][2:] == ["a b", "1 of 2", "2.0e+00", "1 of 2", "NO"]
+
+
 def test_groups_start_as_slurms_tasks_and_one_that_fails_is_told(tmp_path, capfd):
-    tell = "import os, sys, pathlib; number = os.environ['SLURM_PROCID']; "
-    tell += "pathlib.Path(sys.argv[1], number).write_text(repr(sys.argv[2:]))"
+    tell = "import os, sys; open(sys.argv[1] + '/' + os.environ['SLURM_PROCID'], 'w').write(repr(sys.argv[2:]))"
     environ = "assert os.environ['SLURM_NTASKS'] == '2' and os.environ['SLURM_JOB_ID'].isdigit()"
     trials.run_groups("a0-l0-d2", [sys.executable, "-c", f"{tell}; {environ}", str(tmp_path)], 2)
     assert [(tmp_path / number).read_text() for number in "01"] == ["['--distributed']"] * 2
@@ -205,13 +209,11 @@ def test_a_plan_of_other_numbers_of_environments():
 def test_alternatives_are_those_that_fit():
     args = impala.Args(device="cpu", local_num_envs=4, num_actor_threads=2, num_minibatches=4)
     found = plan_layout.alternatives(["a0-l0-d1", "a0-l1,2-d1", "a0-l1,2,3-d1"], impala, args, cores=4)
-    numbers = {text: [] for text, _ in found}
-    for text, flags in found:
-        numbers[text].append((flags.num_actor_threads, flags.local_num_envs))
+    numbers = [(text, flags.num_actor_threads, flags.local_num_envs) for text, flags in found]
     # A learner needs a multiple of 4 environments, and no more threads than cores are tried.
     one = [(1, 4), (1, 8), (1, 16), (2, 2), (2, 4), (2, 8), (2, 16), (4, 2), (4, 4), (4, 8), (4, 16)]
     two = [(1, 8), (1, 16), (2, 4), (2, 8), (2, 16), (4, 2), (4, 4), (4, 8), (4, 16)]
-    assert numbers == {"a0-l0-d1": one, "a0-l1,2-d1": two}
+    assert numbers == [*(("a0-l0-d1", *sizes) for sizes in one), *(("a0-l1,2-d1", *sizes) for sizes in two)]
 
 
 def recommended(parts):

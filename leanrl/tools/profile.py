@@ -339,7 +339,8 @@ def draw(record: dict):
     axes.spines["left"].set_visible(False)  # the rows' names are there
     axes.set_title("Microseconds of an environment step", loc="left")
     common.clean(axes)
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False)
+    labels = sorted(handles, key=[*parts, *handles].index)  # in the order of the bars
+    figure.legend([*map(handles.get, labels)], labels, loc="outside lower center", ncols=4, frameon=False)
     return figure
 
 
