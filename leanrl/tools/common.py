@@ -167,9 +167,10 @@ def new_figure(width: float, height: float):
 
 
 def clean(axes) -> None:
-    """Removes what carries no information; few ticks on the x-axis, thousands with commas."""
+    """Removes what carries no information; few ticks on the x-axis, thousands with commas; before ticks with names."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.xaxis.get_major_locator().set_params(nbins=6)
     axes.xaxis.set_major_formatter("{x:,.10g}")
+    axes.yaxis.set_major_formatter("{x:,.10g}")
     axes.grid(axis="x", alpha=0.25)
     axes.set_axisbelow(True)

@@ -329,7 +329,6 @@ def draw(groups: Groups, bands: dict[str, dict[tuple[str, str], Band]], caption:
         axes.set_xlim(left=0)
         if not on_clock:
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        axes.yaxis.set_major_formatter("{x:,.10g}")
     lines = [handles[label] for label in labels]
     figure.legend(lines, labels, loc="outside lower center", frameon=False, title=caption)
     return figure
@@ -410,6 +409,7 @@ def draw_spans(spans: Spans, title: str):
 
     figure = new_figure(13, 1.6 + 0.5 * len(spans))
     axes = figure.subplots()
+    clean(axes)
     kinds = dict.fromkeys(what for part in spans.values() for what, *_ in part)
     looks = {
         kind: {"facecolor": color, "edgecolor": "white", "alpha": 0.25 if kind.startswith("wait") else 1.0}
@@ -423,7 +423,6 @@ def draw_spans(spans: Spans, title: str):
     axes.set_ylim(len(spans) - 0.5, -0.5)
     axes.set_xlabel("seconds")
     axes.set_title(title, loc="left")
-    clean(axes)
     patches = [Patch(label=kind, **look) for kind, look in looks.items()]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(looks), frameon=False)
     return figure

@@ -129,7 +129,6 @@ def overview(root: Path):
                 band = plot.estimate_band([curve[curve["global_step"] <= end] for curve in group], "global_step")
                 plot.draw_band(axes, band, common.colors_of([label])[label])
         axes.set(xlabel="environment steps", ylabel="return: IQM, 95 %" if axes is panels[1, 0] else "", xlim=(0, end))
-        axes.yaxis.set_major_formatter("{x:,.10g}")
         for panel in (bars, axes):
             common.clean(panel)
             panel.xaxis.set(major_locator=MaxNLocator(4), major_formatter=EngFormatter(sep=""))

@@ -253,7 +253,8 @@ def draw(*records: dict):
     figure = common.new_figure(5.5 * columns, 4 * rows)
     for axes, (record, cache) in zip(figure.subplots(rows, columns, squeeze=False).flat, panels, strict=False):
         holder, *others = dict.fromkeys(run["label"] for run in record["runs"])
-        colors = {holder: common.colors_of([record["holder"]])[record["holder"]], **common.colors_of(others)}
+        faded = {label: (color, 0.5) for label, color in common.colors_of(others).items()}
+        colors = {holder: common.colors_of([record["holder"]])[record["holder"]], **faded}
         styles = {label: "-" if label == holder else "--" for label in colors}
         for run in (run for run in record["runs"] if run["cache"] == cache):
             points = [(snapshot["seconds"], statistics.fmean(snapshot["returns"])) for snapshot in run["snapshots"]]
