@@ -251,7 +251,8 @@ def draw(*records: dict):
     columns = min(2, len(panels))
     rows = math.ceil(len(panels) / columns)
     figure = common.new_figure(5.5 * columns, 4 * rows)
-    for axes, (record, cache) in zip(figure.subplots(rows, columns, squeeze=False).flat, panels, strict=False):
+    for place, (record, cache) in enumerate(panels, 1):
+        axes = figure.add_subplot(rows, columns, place)
         holder, *others = dict.fromkeys(run["label"] for run in record["runs"])
         faded = {label: (color, 0.5) for label, color in common.colors_of(others).items()}
         colors = {holder: common.colors_of([record["holder"]])[record["holder"]], **faded}
@@ -263,7 +264,7 @@ def draw(*records: dict):
         axes.set_title(f"{record['env_id']} to {record['target']:,}, {cache} cache", loc="left")
         axes.set(xlabel="seconds of wall clock since the process started", ylabel="mean return", xlim=(0, None))
         lines = [axes.plot([], [], styles[label], color=colors[label], label=label)[0] for label in colors]
-        axes.legend(handles=lines, loc="lower right", fontsize=8)
+        axes.legend(handles=lines, fontsize=8)
         common.clean(axes)
     figure.suptitle(f"Mean return of evaluations, {common.describe_machine(records[0]['machine'])}", fontsize=11)
     return figure
