@@ -150,11 +150,11 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def colors_of(labels: Iterable[str]) -> dict[str, str]:
-    """Each label's colour: that of its mode or peer or, where another label has that, one that is left."""
+    """Each label's colour: that of its mode or peer or, where another label has that, one left over, rarest first."""
     found = {}
     for label in dict.fromkeys(labels):
         of_mode = next(color for part, color in MODE_COLORS.items() if part in label)
-        left = [color for color in (of_mode, *COLORS) if color not in found.values()]
+        left = [color for color in (of_mode, *reversed(COLORS)) if color not in found.values()]
         found[label] = left[0] if left else of_mode
     return found
 

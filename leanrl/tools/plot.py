@@ -302,7 +302,8 @@ def overlap_table(bands: dict[tuple[str, str], Band]) -> str | None:
 def draw_band(axes, band: Band, color: str, unit: float = 1.0):
     """The line of the IQM, which it returns, and the interval; x in ``unit``."""
     axes.fill_between(band.x / unit, band.low, band.high, color=color, alpha=0.2, linewidth=0)
-    return axes.plot(band.x / unit, band.iqm, color=color, linewidth=1.6)[0]
+    # Grey is the reference, drawn first: wide, it shows beneath a variant that lies on it.
+    return axes.plot(band.x / unit, band.iqm, color=color, linewidth=3 if color == COLORS[0] else 1.6)[0]
 
 
 def draw(groups: Groups, bands: dict[str, dict[tuple[str, str], Band]], caption: str):
