@@ -36,7 +36,7 @@ def test_table_and_picture():
     assert cells(render_table({"runs": runs})) == [
         ["holder", "warm", "1:00, 2:00, 1:30", "1:30", "1.00x"],
         ["fast", "warm", "0:30, 0:40, 1:30", "0:40", "2.00x"],
-        ["stuck", "warm", "0:06, > 6:00, > 1:00", "> 1:00", "-"],
+        ["stuck", "warm", "0:06, > 6:00, > 1:00", "> 1:00", "< 1.50x"],
         ["broken", "warm", "failed (exit 1)", "failed (exit 1)", "-"],
     ]
     runs = [{**run, "snapshots": snapshots(*range(run["seed"]))} for run in runs]

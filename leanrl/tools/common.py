@@ -24,7 +24,8 @@ Args = TypeVar("Args")
 COLORS = ("#7f7f7f", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
 # What the label of a mode or a peer contains -> its colour wherever modes are compared; the first that fits.
 MODE_COLORS = {"bf16": COLORS[2], "graph": COLORS[6], "sb3:": COLORS[3], "sbx:": COLORS[4], "rl_games:": COLORS[7]}
-MODE_COLORS |= {"-compile": COLORS[1], ":compile": COLORS[1], "_torchcompile": COLORS[5], "": COLORS[0]}
+MODE_COLORS |= {"-compile": COLORS[1], ":compile": COLORS[1], "_torchcompile": COLORS[5], "cleanba_": COLORS[7]}
+MODE_COLORS[""] = COLORS[0]
 
 
 def run_tool(main: Callable[[Args], int | None], args_type: type[Args]) -> None:

@@ -337,7 +337,7 @@ def draw(record: dict):
                 handles[COLUMNS[key]] = axes.barh(i, row[key], 0.44, starts[part], fill=False, ec="black", ls=style)
     axes.set(ylim=(len(rows) - 0.55, -0.75), yticks=[])
     axes.spines["left"].set_visible(False)  # the rows' names are there
-    axes.set_title("Microseconds of an environment step", loc="left")
+    axes.set_title(f"Microseconds of an environment step, {common.describe_machine(record['machine'])}", loc="left")
     common.clean(axes)
     labels = sorted(handles, key=[*parts, *handles].index)  # in the order of the bars
     figure.legend([*map(handles.get, labels)], labels, loc="outside lower center", ncols=4, frameon=False)

@@ -128,10 +128,11 @@ def overview(root: Path):
             if len(group) >= 3:
                 band = plot.estimate_band([curve[curve["global_step"] <= end] for curve in group], "global_step")
                 plot.draw_band(axes, band, common.colors_of([label])[label])
-        axes.set(xlabel="environment steps", ylabel="return: IQM, 95 %" if axes is panels[1, 0] else "", xlim=(0, end))
+        axes.set(xlabel="environment steps", xlim=(0, end))
         for panel in (bars, axes):
             common.clean(panel)
             panel.xaxis.set(major_locator=MaxNLocator(4), major_formatter=EngFormatter(sep=""))
+    panels[1, 0].set_ylabel("return (IQM, 95 % interval)")
     handles = [Patch(color=color, label=column.strip("`")) for column, color in colors.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     return figure

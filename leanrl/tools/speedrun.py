@@ -71,15 +71,15 @@ PPO = (
     "ppo_continuous_action_torchcompile:compile --env-backend envpool --num-envs 8 --num-steps 256"
     " --learning-rate 7e-4 --update-epochs 6"
 )
-PPO_ATARI = f"ppo_atari_envpool_torchcompile:compile{BF16}"
+PPO_ATARI = f"ppo_atari_envpool_torchcompile:compile{BF16} --num-envs 16 --num-steps 64 --learning-rate 1e-3"
 TASKS = {
     "cartpole": Task("CartPole-v1", 475, PQN, 10),
     "cheetah5k": Task("HalfCheetah-v5", 5_000, FAST_SAC, 50),
     "cheetah10k": Task("HalfCheetah-v5", 10_000, FAST_SAC, 120),
     "cheetah-run": Task("CheetahRun-v1", 700, f"{FAST_SAC} --v-min -10 --v-max 100", 150),
     "hopper": Task("Hopper-v5", 2_500, PPO, 20),
-    "pong": Task("Pong-v5", 18, PPO_ATARI, 1_500),
-    "breakout": Task("Breakout-v5", 100, PPO_ATARI, 2_700),
+    "pong": Task("Pong-v5", 18, f"{PPO_ATARI} --channels 8 --gamma 0.97 --total-timesteps 1800000", 1_100),
+    "breakout": Task("Breakout-v5", 100, f"{PPO_ATARI} --channels 16 --total-timesteps 3000000", 1_800),
 }
 
 
@@ -223,18 +223,18 @@ def until(run: dict) -> float:
 
 def render_table(record: dict) -> str:
     """A markdown table: minutes and seconds to the target by contender and cache."""
-    labels, caches, seeds = ({run[key]: None for run in record["runs"]} for key in ("label", "cache", "seed"))
     runs = {(run["label"], run["cache"], run["seed"]): run for run in record["runs"]}
-    holder, rows = next(iter(labels)), []
-    for label, cache in itertools.product(labels, caches):
+    (holder, *_), rows, seeds = next(iter(runs)), [], dict.fromkeys(seed for _, _, seed in runs)
+    for label, cache in dict.fromkeys((label, cache) for label, cache, _ in runs):
         own = {seed: runs[label, cache, seed] for seed in seeds if (label, cache, seed) in runs}
         pairs = [(runs[holder, cache, seed], run) for seed, run in own.items() if (holder, cache, seed) in runs]
-        ratios = [until(theirs) / until(ours) for theirs, ours in pairs if until(theirs) + until(ours) < math.inf]
-        ratio = f"{statistics.median(ratios):.2f}x" if own and len(ratios) == len(own) else "-"
+        ratios = [until(theirs) / (ours["reached"] or ours["ended"]) for theirs, ours in pairs if not ours["failure"]]
+        bound = "< " if any(run["reached"] is None for run in own.values()) else ""
+        known = len(ratios) == len(own) and max(ratios) < math.inf
+        ratio = f"{bound}{statistics.median(ratios):.2f}x" if known else "-"
         # Runs that never reached the target are last. Of an even number, the upper middle one is taken: a real run.
         by_time = sorted(own.values(), key=lambda run: (until(run), run["ended"]))
-        middle = minutes(by_time[len(own) // 2]) if own else "-"
-        rows.append((label, cache, ", ".join(map(minutes, own.values())), middle, ratio))
+        rows.append((label, cache, ", ".join(map(minutes, own.values())), minutes(by_time[len(own) // 2]), ratio))
     each = f"min:s of {common.plural('seed', list(seeds))}"
     table = common.markdown_table(("program", "cache", each, "median", "vs holder"), rows)
     return f"{table}\n\nvs holder (the first): how many times as fast, the median of the ratios within a seed."
@@ -248,14 +248,12 @@ def title(record: dict) -> str:
 def draw(*records: dict):
     """The figure: evaluated return against wall clock, a line per run, a panel per task and cache."""
     panels = [(record, cache) for record in records for cache in dict.fromkeys(run["cache"] for run in record["runs"])]
-    columns = min(2, len(panels))
-    rows = math.ceil(len(panels) / columns)
+    rows, columns = math.ceil(len(panels) / 2), min(2, len(panels))
     figure = common.new_figure(5.5 * columns, 4 * rows)
     for place, (record, cache) in enumerate(panels, 1):
         axes = figure.add_subplot(rows, columns, place)
         holder, *others = dict.fromkeys(run["label"] for run in record["runs"])
-        faded = {label: (color, 0.5) for label, color in common.colors_of(others).items()}
-        colors = {holder: common.colors_of([record["holder"]])[record["holder"]], **faded}
+        colors = dict(zip((holder, *others), common.colors_of([record["holder"], *others]).values(), strict=True))
         styles = {label: "-" if label == holder else "--" for label in colors}
         for run in (run for run in record["runs"] if run["cache"] == cache):
             points = [(snapshot["seconds"], statistics.fmean(snapshot["returns"])) for snapshot in run["snapshots"]]
@@ -266,7 +264,7 @@ def draw(*records: dict):
         lines = [axes.plot([], [], styles[label], color=colors[label], label=label)[0] for label in colors]
         axes.legend(handles=lines, fontsize=8)
         common.clean(axes)
-    figure.suptitle(f"Mean return of evaluations, {common.describe_machine(records[0]['machine'])}", fontsize=11)
+    figure.suptitle(f"Evaluations until two reach the target, {common.describe_machine(records[0]['machine'])}")
     return figure
 
 
