@@ -166,7 +166,7 @@ class ConvSequence(nn.Module):
 
 
 class ImpalaCNN(nn.Sequential):
-    """The larger network of https://arxiv.org/abs/1802.01561 (figure 3), no LSTM: bytes [B, C, H, W] -> [B, hidden]"""
+    """Figure 3's larger network (https://arxiv.org/abs/1802.01561), no LSTM: uint8 [B, C, H, W] -> [B, hiddens[-1]]"""
 
     def __init__(self, obs_shape: Sequence[int], channels: Sequence[int], hiddens: Sequence[int]) -> None:
         in_channels, height, width = obs_shape
@@ -186,7 +186,7 @@ class ImpalaCNN(nn.Sequential):
 
 
 class NatureCNN(nn.Sequential):
-    """DQN's network (https://www.nature.com/articles/nature14236): bytes [B, C, 84, 84] -> [B, 512]"""
+    """DQN's network (https://www.nature.com/articles/nature14236): uint8 [B, C, 84, 84] -> [B, 512]"""
 
     def __init__(self, obs_shape: Sequence[int]) -> None:
         super().__init__(
@@ -206,7 +206,7 @@ class NatureCNN(nn.Sequential):
 
 
 class ImageAgent(nn.Module):
-    """Policy and value heads on one torso: bytes [B, C, H, W] -> logits [B, num_actions], values [B]"""
+    """Policy and value heads on one torso: uint8 [B, C, H, W] -> logits [B, num_actions], values [B]"""
 
     def __init__(self, torso: nn.Module, features: int, num_actions: int) -> None:
         super().__init__()
@@ -318,7 +318,7 @@ def compute_gae(
 
 
 def weighted_mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Mean of ``x`` over the rows that count (weight 1)."""
+    """Mean of ``x`` [B] over the rows with ``weights`` [B] of 1."""
     return (x * weights).sum() / weights.sum().clamp(min=1.0)
 
 
@@ -487,7 +487,7 @@ def make_update(
         # Copies: clipping views in place would compile to a loop over the whole vector for each of them.
         for p, grad in zip(optimizer.params, torch.split_with_sizes_copy(grads, sizes), strict=True):
             p.grad = grad.view(p.shape)
-        # On a CPU TorchInductor 2.13 compiles the foreach norm to slow code.
+        # On a CPU, TorchInductor 2.13 generates slow code for the foreach norm.
         nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=device_type == "cuda")
         optimizer.step()
         optimizer.zero_grad()
@@ -626,7 +626,7 @@ def main(args: Args) -> None:
 
         is_continuous = isinstance(agent, ContinuousAgent)
         discounted = [torch.zeros_like(rollout.rewards[0], dtype=torch.float64) for rollout in rollouts]
-        for number in worker.rollouts_due():  # none if this process learns nothing
+        for number in worker.rollouts_due():  # none if this process has no learner
             if args.anneal_lr:
                 frac = 1.0 - (number - 1.0) / start.num_updates
                 optimizer.param_groups[0]["lr"].fill_(frac * args.learning_rate)

@@ -2,7 +2,7 @@
 
 Paper: https://www.nature.com/articles/nature14236. Algorithm, names, hyperparameters and structure follow CleanRL's
 https://docs.cleanrl.dev/rl-algorithms/dqn/#dqnpy; what differs: steps that only reset an environment are
-not stored, and whether to explore is decided for each environment on its own.
+not stored, and each environment decides independently whether to explore.
 dqn_torchcompile.py is the same program, made fast.
 
     python leanrl/dqn.py --env-id CartPole-v1
@@ -53,14 +53,14 @@ class Args(RunArgs):
     log_every: int = 1_000
     """environment steps between log points"""
     checkpoint_replay: bool = True
-    """save the replay in checkpoints; without it, a resumed run first refills an empty replay"""
+    """save the replay buffer in checkpoints; without it, a resumed run first refills an empty buffer"""
 
     learning_rate: float = 2.5e-4
     """learning rate of Adam"""
     num_envs: int = 1
     """environments stepped together"""
     buffer_size: int = 10_000
-    """capacity of the replay, in transitions"""
+    """capacity of the replay buffer, in transitions"""
     gamma: float = 0.99
     """discount"""
     tau: float = 1.0
@@ -254,7 +254,7 @@ def main(args: Args) -> None:
             for _ in range(due):
                 run.optimizer_steps += 1
                 update()
-            if schedule.begins(run.global_step):  # the first update sets up a GPU's libraries
+            if schedule.begins(run.global_step):  # the first update initialises the CUDA libraries
                 run.start_clock()
             if run.global_step % args.target_network_frequency < args.num_envs:
                 update_target(q_network, target_network, args.tau)

@@ -6,11 +6,11 @@ The same program as dqn.py: read that first, then diff the two to see what was m
     python leanrl/dqn_torchcompile.py --env-id CartPole-v1 --compile
     python leanrl/dqn_torchcompile.py --compile --cudagraphs     # on a CUDA device
 
-What differs (doc/optimizations.md gives the measured gain of most of it):
+What differs (measured speed-ups: doc/optimizations.md):
 - transitions wait on the CPU until an update is due; then one copy to the device and one call write them to the
   replay, sample and train. Between updates, an environment step costs only the greedy action, or nothing if the action
   is random;
-- the greedy action for one observation is compiled into a few loops, without calls to a matrix library;
+- the greedy action for one observation is compiled into a few loops, without BLAS calls;
 - torch.compile traces ``loss.backward()`` and the step of our own Adam, so an update is one graph.
 
 Measured speed and learning curves: doc/benchmarks/dqn.md
@@ -61,7 +61,7 @@ class Args(RunArgs):
     log_every: int = 1_000
     """environment steps between log points"""
     checkpoint_replay: bool = True
-    """save the replay in checkpoints; without it, a resumed run first refills an empty replay"""
+    """save the replay buffer in checkpoints; without it, a resumed run first refills an empty buffer"""
 
     compile: bool = False
     """compile the greedy action and the training step with torch.compile"""
@@ -75,7 +75,7 @@ class Args(RunArgs):
     num_envs: int = 1
     """environments stepped together"""
     buffer_size: int = 10_000
-    """capacity of the replay, in transitions"""
+    """capacity of the replay buffer, in transitions"""
     gamma: float = 0.99
     """discount"""
     tau: float = 1.0

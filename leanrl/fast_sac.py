@@ -51,13 +51,13 @@ class Args(RunArgs):
     device: str = "auto"
     """auto, cpu, cuda or cuda:N"""
     amp: Literal["none", "bf16"] = "none"
-    """bf16 runs the networks of the update under autocast, except their first and last layers"""
+    """bf16 runs the networks of the update under autocast, except their layer norms and their first and last layers"""
     num_threads: int | None = None
     """CPU threads of PyTorch; by default all cores"""
     log_every: int = 1_000
     """environment steps between log points"""
     checkpoint_replay: bool = True
-    """save the replay in checkpoints; without it, a resumed run first refills an empty replay"""
+    """save the replay buffer in checkpoints; without it, a resumed run first refills an empty buffer"""
 
     policy_lr: float = 1e-3
     """learning rate of the actor's Adam"""
@@ -66,7 +66,7 @@ class Args(RunArgs):
     num_envs: int = 16
     """environments stepped together"""
     buffer_size: int = 1_000_000
-    """capacity of the replay, in transitions"""
+    """capacity of the replay buffer, in transitions"""
     gamma: float = 0.99
     """discount"""
     tau: float = 0.125
@@ -279,7 +279,7 @@ def make_update(
     def update(with_actor: bool) -> None:
         batch = replay.sample(args.batch_size)
         batch = batch._replace(obs=obs_moments(batch.obs), next_obs=obs_moments(batch.next_obs))
-        # Drawn all at once: before 2.13, a compiled update may reorder random draws (pytorch/pytorch#181136).
+        # Drawn all at once: PyTorch before 2.13 may reorder the draws of a compiled update (pytorch/pytorch#181136).
         draws = batch.actions.new_empty(1 + with_actor, *batch.actions.shape).normal_()
         with autocast():
             with torch.no_grad():
@@ -417,7 +417,7 @@ def main(args: Args) -> None:
             for _ in range(due):
                 run.optimizer_steps += 1
                 update(with_actor=run.optimizer_steps % args.policy_frequency == 0)
-            if schedule.begins(run.global_step):  # the first update sets up a GPU's libraries
+            if schedule.begins(run.global_step):  # the first update initialises the CUDA libraries
                 run.start_clock()
 
             if run.log_due():

@@ -4,16 +4,16 @@ The same program as fast_sac.py: read that first, then diff the two to see what 
 ``--compile``, ``--cudagraphs`` and ``--one-graph`` can be switched on one by one.
 
     python leanrl/fast_sac_torchcompile.py --env-id HalfCheetah-v5 --compile --env-backend envpool
-    python leanrl/fast_sac_torchcompile.py --compile --amp bf16       # faster where there are bf16 units
+    python leanrl/fast_sac_torchcompile.py --compile --amp bf16       # faster on CPUs with bf16 hardware
     python leanrl/fast_sac_torchcompile.py --compile --cudagraphs     # on a CUDA device, or --one-graph
 
-What differs (doc/optimizations.md gives the gains for SAC):
+What differs (speed-ups measured for SAC: doc/optimizations.md):
 - an environment step costs one copy to the device, one call and one copy back: the call writes the transition to the
   replay, samples a batch, trains critics, entropy coefficient and actor, updates the target networks, and acts;
 - torch.compile traces ``loss.backward()`` and the step of our own Adam, so an update is one graph;
 - with ``--one-graph`` a step is one CUDA graph, copies included (leanrl/support/onegraph.py).
 
-With the paper's hyperparameters, for a GPU (never run; the paper also caps the log standard deviation at 0, not 2):
+With the paper's hyperparameters, for a GPU (untested; the paper also caps the log standard deviation at 0, not 2):
 
     python leanrl/fast_sac_torchcompile.py --compile --cudagraphs --env-backend envpool --num-envs 4096 \\
         --updates-per-step 0.002 --batch-size 8192 --buffer-size 4194304 --policy-frequency 4 --policy-lr 3e-4 \\
@@ -61,13 +61,13 @@ class Args(RunArgs):
     device: str = "auto"
     """auto, cpu, cuda or cuda:N"""
     amp: Literal["none", "bf16"] = "none"
-    """bf16 runs the networks of the update under autocast, except their first and last layers"""
+    """bf16 runs the networks of the update under autocast, except their layer norms and their first and last layers"""
     num_threads: int | None = None
     """CPU threads of PyTorch; by default all cores"""
     log_every: int = 1_000
     """environment steps between log points"""
     checkpoint_replay: bool = True
-    """save the replay in checkpoints; without it, a resumed run first refills an empty replay"""
+    """save the replay buffer in checkpoints; without it, a resumed run first refills an empty buffer"""
 
     compile: bool = False
     """compile the training step with torch.compile"""
@@ -85,7 +85,7 @@ class Args(RunArgs):
     num_envs: int = 16
     """environments stepped together"""
     buffer_size: int = 1_000_000
-    """capacity of the replay, in transitions"""
+    """capacity of the replay buffer, in transitions"""
     gamma: float = 0.99
     """discount"""
     tau: float = 0.125
@@ -298,7 +298,7 @@ def make_update(
     def update(with_actor: bool) -> None:
         batch = replay.sample(args.batch_size)
         batch = batch._replace(obs=obs_moments(batch.obs), next_obs=obs_moments(batch.next_obs))
-        # Drawn all at once: before 2.13, a compiled update may reorder random draws (pytorch/pytorch#181136).
+        # Drawn all at once: PyTorch before 2.13 may reorder the draws of a compiled update (pytorch/pytorch#181136).
         draws = batch.actions.new_empty(1 + with_actor, *batch.actions.shape).normal_()
         with autocast():
             with torch.no_grad():
@@ -385,8 +385,8 @@ def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray
 def make_executables(observe: Callable, update: Callable, act: Callable, args: Args, device: torch.device) -> Callable:
     """The function ``advance(timestep_cpu, turns) -> actions``, compiled and captured as the flags say.
 
-    It observes, does one update for each entry of ``turns`` (the update's arguments) and acts. For at most one update
-    this is a single executable, for more it is several. ``timestep_cpu`` is pinned if the device is a GPU.
+    It observes, does one update for each entry of ``turns`` (the update's arguments) and acts. That is one executable
+    for at most one update, or with ``--one-graph``; else several. ``timestep_cpu`` is pinned if the device is a GPU.
     """
     # Each is compiled by its first call, so those that a run does not need cost nothing.
     compiled = partial(make_executable, device=device, compile=args.compile, cudagraphs=False)

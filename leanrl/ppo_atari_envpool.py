@@ -2,7 +2,7 @@
 
 Paper: https://arxiv.org/abs/1707.06347. Algorithm, names, hyperparameters and structure follow CleanRL's
 https://docs.cleanrl.dev/rl-algorithms/ppo/#ppo_atari_envpoolpy; what differs: truncated games are
-bootstrapped from their true last observation, and steps that only reset an environment are left out of the loss.
+bootstrapped from their final observation, and steps that only reset an environment are left out of the loss.
 ppo_atari_envpool_torchcompile.py is the same program, made fast.
 
     python leanrl/ppo_atari_envpool.py --env-id Breakout-v5
@@ -224,7 +224,7 @@ def finish_rollout(
 
 
 def weighted_mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Mean of ``x`` over the rows that count (weight 1)."""
+    """Mean of ``x`` [B] over the rows with ``weights`` [B] of 1."""
     return (x * weights).sum() / weights.sum().clamp(min=1.0)
 
 
@@ -284,7 +284,7 @@ def make_update(agent: Agent, optimizer: torch.optim.Adam, rollout: Rollout, arg
         with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
             loss, losses = ppo_loss(agent, rollout.minibatch(mb_inds), args)
         loss.backward()
-        # On a CPU TorchInductor 2.13 compiles the foreach norm to slow code.
+        # As in the compiled variant, where TorchInductor 2.13 generates slow CPU code for the foreach norm.
         nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=device_type == "cuda")
         optimizer.step()
         optimizer.zero_grad()
@@ -401,7 +401,7 @@ def main(args: Args) -> None:
                 run.optimizer_steps += args.num_minibatches
                 if args.target_kl is not None and Losses(*losses).approx_kl > args.target_kl:
                     break
-            if iteration == first_iteration < num_iterations:  # the first update sets up a GPU's libraries
+            if iteration == first_iteration < num_iterations:  # the first update initialises the CUDA libraries
                 run.start_clock()
 
             live = rollout.weights[:-1] > 0

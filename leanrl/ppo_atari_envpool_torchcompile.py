@@ -8,11 +8,11 @@ The same program as ppo_atari_envpool.py: read that first, then diff the two to 
     python leanrl/ppo_atari_envpool_torchcompile.py --compile --cudagraphs --num-env-groups 2   # on a CUDA device
     python leanrl/ppo_atari_envpool_torchcompile.py --compile --one-graph                       # likewise
 
-What differs (``python -m leanrl.tools.ablate --rows atari`` measures the gain of most of it):
+What differs (``python -m leanrl.tools.ablate --rows atari`` measures most of the speed-ups):
 - an environment step costs one call: act, with random numbers drawn before the rollout, and write to the rollout; with
   ``--num-env-groups 2`` half of the environments step while the actions of the other half are computed;
 - torch.compile traces ``loss.backward()`` and the step of our own Adam, so an update is one graph, gather included;
-- with ``--one-graph`` a step is one CUDA graph, copies included, and an epoch another (leanrl/support/onegraph.py).
+- with ``--one-graph`` a step is one CUDA graph, copies included, and an epoch another (executables.py, Captured).
 
 Measured speed and learning curves: doc/benchmarks/ppo_atari_envpool.md
 """
@@ -252,7 +252,7 @@ def finish_rollout(
 
 
 def weighted_mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Mean of ``x`` over the rows that count (weight 1)."""
+    """Mean of ``x`` [B] over the rows with ``weights`` [B] of 1."""
     return (x * weights).sum() / weights.sum().clamp(min=1.0)
 
 
@@ -312,7 +312,7 @@ def make_update(agent: Agent, optimizer: Adam, rollout: Rollout, args: Args) -> 
         with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
             loss, losses = ppo_loss(agent, rollout.minibatch(mb_inds), args)
         loss.backward()
-        # On a CPU TorchInductor 2.13 compiles the foreach norm to slow code.
+        # On a CPU, TorchInductor 2.13 generates slow code for the foreach norm.
         nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=device_type == "cuda")
         optimizer.step()
         optimizer.zero_grad()
@@ -335,11 +335,11 @@ def make_policy_step(agent: Agent, rollout: Rollout, noise: torch.Tensor, args: 
     """The functions that act.
 
     Args:
-        noise: [(T + 1) * G, n, num_actions] for G groups of n environments, row t * G + g for step t of group g.
+        noise: Gumbel, [(T + 1) * G, n, num_actions] for G groups of n environments; row t * G + g: step t of group g.
 
     Returns:
         ``policy_step(obs)``: [n, ...] -> actions [n] of one group; writes the step to the rollout's next row;
-        ``start()``: draws the noise; call it before each rollout.
+        ``start()``: draws the noise, rewinds to row 0 and, with bf16, casts the weights; call it before each rollout.
     """
     device_type = rollout.obs.device.type
     row = torch.zeros(1, dtype=torch.int64, device=noise.device)  # where the next step goes
@@ -349,7 +349,7 @@ def make_policy_step(agent: Agent, rollout: Rollout, noise: torch.Tensor, args: 
 
     acting = agent
     if args.amp == "bf16":
-        # Its weights are rounded once per rollout; autocast would do so at every step.
+        # Its weights are cast to bfloat16 once per rollout; autocast would do so at every step.
         acting = deepcopy(agent)
         acting.network.bfloat16()
 

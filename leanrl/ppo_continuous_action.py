@@ -2,7 +2,7 @@
 
 Paper: https://arxiv.org/abs/1707.06347. Algorithm, names, hyperparameters and structure follow CleanRL's
 https://docs.cleanrl.dev/rl-algorithms/ppo/#ppo_continuous_actionpy; what differs: truncated episodes are
-bootstrapped from their true last observation, and steps that only reset an environment are left out of the loss.
+bootstrapped from their final observation, and steps that only reset an environment are left out of the loss.
 ppo_continuous_action_torchcompile.py is the same program, made fast.
 
     python leanrl/ppo_continuous_action.py --env-id HalfCheetah-v5
@@ -43,7 +43,7 @@ class Args(RunArgs):
     device: str = "auto"
     """auto, cpu, cuda or cuda:N"""
     amp: Literal["none", "bf16"] = "none"
-    """bf16 runs the networks of the update under autocast"""
+    """bf16 runs the networks of the update under autocast, except their last layers"""
     num_threads: int | None = None
     """CPU threads of PyTorch; by default 1 for minibatches under 1,024 rows and all cores above"""
 
@@ -197,7 +197,7 @@ def compute_gae(
 
 
 def weighted_mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Mean of ``x`` over the rows that count (weight 1)."""
+    """Mean of ``x`` [B] over the rows with ``weights`` [B] of 1."""
     return (x * weights).sum() / weights.sum().clamp(min=1.0)
 
 
@@ -257,7 +257,7 @@ def make_update(agent: Agent, optimizer: torch.optim.Adam, rollout: Rollout, arg
         with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
             loss, losses = ppo_loss(agent, rollout.minibatch(mb_inds), args)
         loss.backward()
-        # On a CPU TorchInductor 2.13 compiles the foreach norm to slow code.
+        # As in the compiled variant, where TorchInductor 2.13 generates slow CPU code for the foreach norm.
         nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=device_type == "cuda")
         optimizer.step()
         optimizer.zero_grad()
@@ -403,7 +403,7 @@ def main(args: Args) -> None:
                     run.optimizer_steps += 1
                 if args.target_kl is not None and Losses(*losses).approx_kl > args.target_kl:
                     break
-            if iteration == first_iteration < num_iterations:  # the first update sets up a GPU's libraries
+            if iteration == first_iteration < num_iterations:  # the first update initialises the CUDA libraries
                 run.start_clock()
 
             live = rollout.weights > 0

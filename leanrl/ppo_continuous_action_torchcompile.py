@@ -7,7 +7,7 @@ The same program as ppo_continuous_action.py: read that first, then diff the two
     python leanrl/ppo_continuous_action_torchcompile.py --num-envs 64 --env-backend envpool --compile
     python leanrl/ppo_continuous_action_torchcompile.py --compile --cudagraphs      # on a CUDA device
 
-What differs (doc/optimizations.md measures most of it):
+What differs (measured speed-ups: doc/optimizations.md):
 - a minibatch costs one call: gather, loss, backward, clipping and Adam are one graph;
 - an environment step costs one call: normalise, write to the rollout, act with noise drawn beforehand. What acting does
   not need (values, log-probabilities, normalised rewards) is computed at the end of the rollout, in one batch.
@@ -52,7 +52,7 @@ class Args(RunArgs):
     device: str = "auto"
     """auto, cpu, cuda or cuda:N"""
     amp: Literal["none", "bf16"] = "none"
-    """bf16 runs the networks of the update under autocast"""
+    """bf16 runs the networks of the update under autocast, except their last layers"""
     num_threads: int | None = None
     """CPU threads of the update; by default 1 for minibatches under 1,024 rows and all cores above. Acting uses 1."""
     compile: bool = False
@@ -212,7 +212,7 @@ def compute_gae(
 
 
 def weighted_mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Mean of ``x`` over the rows that count (weight 1)."""
+    """Mean of ``x`` [B] over the rows with ``weights`` [B] of 1."""
     return (x * weights).sum() / weights.sum().clamp(min=1.0)
 
 
@@ -272,7 +272,7 @@ def make_update(agent: Agent, optimizer: Adam, rollout: Rollout, args: Args) -> 
         with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
             loss, losses = ppo_loss(agent, rollout.minibatch(mb_inds), args)
         loss.backward()
-        # On a CPU TorchInductor 2.13 compiles the foreach norm to slow code.
+        # On a CPU, TorchInductor 2.13 generates slow code for the foreach norm.
         nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=device_type == "cuda")
         optimizer.step()
         optimizer.zero_grad()

@@ -199,7 +199,7 @@ def finish_rollout(
 
 
 def weighted_mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Mean of ``x`` over the rows that count (weight 1)."""
+    """Mean of ``x`` [B] over the rows with ``weights`` [B] of 1."""
     return (x * weights).sum() / weights.sum().clamp(min=1.0)
 
 
@@ -235,7 +235,7 @@ def make_update(q_network: QNetwork, optimizer: torch.optim.Adam, rollout: Rollo
         with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
             loss, losses = pqn_loss(q_network, rollout.minibatch(mb_inds))
         loss.backward()
-        # On a CPU TorchInductor 2.13 compiles the foreach norm to slow code.
+        # As in the compiled variant, where TorchInductor 2.13 generates slow CPU code for the foreach norm.
         nn.utils.clip_grad_norm_(q_network.parameters(), args.max_grad_norm, foreach=device_type == "cuda")
         optimizer.step()
         optimizer.zero_grad()
@@ -338,7 +338,7 @@ def main(args: Args) -> None:
                 for mb_inds in b_inds.split(minibatch_size):
                     losses = update(mb_inds)
                     run.optimizer_steps += 1
-            if iteration == first_iteration < num_iterations:  # the first update sets up a GPU's libraries
+            if iteration == first_iteration < num_iterations:  # the first update initialises the CUDA libraries
                 run.start_clock()
 
             losses = {f"losses/{name}": value for name, value in Losses(*losses.tolist())._asdict().items()}

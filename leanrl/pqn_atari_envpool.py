@@ -2,7 +2,7 @@
 
 Paper: https://arxiv.org/abs/2407.04811. pqn.py's algorithm in ppo_atari_envpool.py's loop. Algorithm, names,
 hyperparameters and structure follow CleanRL's https://docs.cleanrl.dev/rl-algorithms/pqn/#pqn_atari_envpoolpy; what
-differs: truncated games are bootstrapped from their true last observation, steps that only reset an environment are
+differs: truncated games are bootstrapped from their final observation, steps that only reset an environment are
 left out of the loss, epsilon decays once per rollout, and the optimiser is Adam, not RAdam.
 pqn_atari_envpool_torchcompile.py is the same program, made fast.
 
@@ -102,7 +102,7 @@ def layer_init(layer: nn.Module, std: float = np.sqrt(2), bias_const: float = 0.
 class QNetwork(nn.Sequential):
     """The value of each action: uint8 [B, 4, 84, 84] -> [B, num_actions]
 
-    The network of https://doi.org/10.1038/nature14236, and layer norms: they keep it stable without a target network.
+    The network of https://doi.org/10.1038/nature14236 with layer norms, which make a target network unnecessary.
     """
 
     def __init__(self, num_actions: int) -> None:
@@ -213,7 +213,7 @@ def finish_rollout(
 
 
 def weighted_mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Mean of ``x`` over the rows that count (weight 1)."""
+    """Mean of ``x`` [B] over the rows with ``weights`` [B] of 1."""
     return (x * weights).sum() / weights.sum().clamp(min=1.0)
 
 
@@ -249,7 +249,7 @@ def make_update(q_network: QNetwork, optimizer: torch.optim.Adam, rollout: Rollo
         with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
             loss, losses = pqn_loss(q_network, rollout.minibatch(mb_inds))
         loss.backward()
-        # On a CPU TorchInductor 2.13 compiles the foreach norm to slow code.
+        # As in the compiled variant, where TorchInductor 2.13 generates slow CPU code for the foreach norm.
         nn.utils.clip_grad_norm_(q_network.parameters(), args.max_grad_norm, foreach=device_type == "cuda")
         optimizer.step()
         optimizer.zero_grad()
@@ -365,7 +365,7 @@ def main(args: Args) -> None:
                 for mb_inds in b_inds.split(batch_size // args.num_minibatches):
                     losses = update(mb_inds)
                     run.optimizer_steps += 1
-            if iteration == first_iteration < num_iterations:  # the first update sets up a GPU's libraries
+            if iteration == first_iteration < num_iterations:  # the first update initialises the CUDA libraries
                 run.start_clock()
 
             losses = {f"losses/{name}": value for name, value in Losses(*losses.tolist())._asdict().items()}

@@ -113,7 +113,7 @@ def layer_init(layer: nn.Module, std: float = np.sqrt(2), bias_const: float = 0.
 class QNetwork(nn.Sequential):
     """The value of each action: uint8 [B, 4, 84, 84] -> [B, num_actions]
 
-    The network of https://doi.org/10.1038/nature14236, and layer norms: they keep it stable without a target network.
+    The network of https://doi.org/10.1038/nature14236 with layer norms, which make a target network unnecessary.
     """
 
     def __init__(self, num_actions: int) -> None:
@@ -224,7 +224,7 @@ def finish_rollout(
 
 
 def weighted_mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Mean of ``x`` over the rows that count (weight 1)."""
+    """Mean of ``x`` [B] over the rows with ``weights`` [B] of 1."""
     return (x * weights).sum() / weights.sum().clamp(min=1.0)
 
 
@@ -260,7 +260,7 @@ def make_update(q_network: QNetwork, optimizer: Adam, rollout: Rollout, args: Ar
         with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
             loss, losses = pqn_loss(q_network, rollout.minibatch(mb_inds))
         loss.backward()
-        # On a CPU TorchInductor 2.13 compiles the foreach norm to slow code.
+        # On a CPU, TorchInductor 2.13 generates slow code for the foreach norm.
         nn.utils.clip_grad_norm_(q_network.parameters(), args.max_grad_norm, foreach=device_type == "cuda")
         optimizer.step()
         optimizer.zero_grad()
@@ -277,7 +277,7 @@ def make_policy_step(q_network: QNetwork, rollout: Rollout, args: Args) -> tuple
 
     Returns:
         ``policy_step(obs)``: [N, ...] -> best actions [N]; writes the rollout's next row of observations and values;
-        ``start()``: call it before each rollout.
+        ``start()``: rewinds to the first row; call it before each rollout.
     """
     device_type = rollout.obs.device.type
     row = torch.zeros(1, dtype=torch.int64, device=rollout.obs.device)  # where the next step goes

@@ -10,8 +10,7 @@ The same program as pqn.py: read that first, then diff the two to see what was m
 What differs:
 - a minibatch costs one call: gather, loss, backward, clipping and our own Adam, which torch.compile can trace, are one
   graph;
-- the greedy actions of a step cost one call; for few environments it is compiled into loops, without calls to a matrix
-  library.
+- the greedy actions of a step cost one call; for few environments it is compiled into loops, without BLAS calls.
 
 Details and their sources: doc/algorithms/pqn.md
 """
@@ -212,7 +211,7 @@ def finish_rollout(
 
 
 def weighted_mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Mean of ``x`` over the rows that count (weight 1)."""
+    """Mean of ``x`` [B] over the rows with ``weights`` [B] of 1."""
     return (x * weights).sum() / weights.sum().clamp(min=1.0)
 
 
@@ -248,7 +247,7 @@ def make_update(q_network: QNetwork, optimizer: Adam, rollout: Rollout, args: Ar
         with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
             loss, losses = pqn_loss(q_network, rollout.minibatch(mb_inds))
         loss.backward()
-        # On a CPU TorchInductor 2.13 compiles the foreach norm to slow code.
+        # On a CPU, TorchInductor 2.13 generates slow code for the foreach norm.
         nn.utils.clip_grad_norm_(q_network.parameters(), args.max_grad_norm, foreach=device_type == "cuda")
         optimizer.step()
         optimizer.zero_grad()

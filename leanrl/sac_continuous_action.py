@@ -53,7 +53,7 @@ class Args(RunArgs):
     log_every: int = 1_000
     """environment steps between log points"""
     checkpoint_replay: bool = True
-    """save the replay in checkpoints; without it, a resumed run first refills an empty replay"""
+    """save the replay buffer in checkpoints; without it, a resumed run first refills an empty buffer"""
 
     policy_lr: float = 3e-4
     """learning rate of the actor's Adam"""
@@ -62,7 +62,7 @@ class Args(RunArgs):
     num_envs: int = 1
     """environments stepped together"""
     buffer_size: int = 1_000_000
-    """capacity of the replay, in transitions"""
+    """capacity of the replay buffer, in transitions"""
     gamma: float = 0.99
     """discount"""
     tau: float = 0.005
@@ -204,7 +204,7 @@ class Losses(NamedTuple):
 class Noise(NamedTuple):
     """Standard normal numbers for all actions that an update samples.
 
-    Drawn all at once: before 2.13, a compiled update may reorder random draws (pytorch/pytorch#181136).
+    Drawn all at once: PyTorch before 2.13 may reorder the draws of a compiled update (pytorch/pytorch#181136).
     """
 
     target: torch.Tensor  # [B, action_dim]
@@ -385,7 +385,7 @@ def main(args: Args) -> None:
                     with_actor=run.optimizer_steps % args.policy_frequency == 0,
                     with_targets=run.optimizer_steps % args.target_network_frequency == 0,
                 )
-            if schedule.begins(run.global_step):  # the first update sets up a GPU's libraries
+            if schedule.begins(run.global_step):  # the first update initialises the CUDA libraries
                 run.start_clock()
 
             if run.log_due():

@@ -4,10 +4,10 @@ The same program as sac_continuous_action.py: read that first, then diff the two
 ``--compile``, ``--cudagraphs`` and ``--one-graph`` can be switched on one by one.
 
     python leanrl/sac_continuous_action_torchcompile.py --env-id HalfCheetah-v5 --compile
-    python leanrl/sac_continuous_action_torchcompile.py --compile --amp bf16       # faster where there are bf16 units
+    python leanrl/sac_continuous_action_torchcompile.py --compile --amp bf16       # faster on CPUs with bf16 hardware
     python leanrl/sac_continuous_action_torchcompile.py --compile --cudagraphs     # on a CUDA device, or --one-graph
 
-What differs (doc/optimizations.md gives the measured gain of most of it):
+What differs (measured speed-ups: doc/optimizations.md):
 - an environment step costs one copy to the device, one call and one copy back: the call writes the transition to the
   replay, samples a batch, trains critics, actor and entropy coefficient, updates the target networks, and acts;
 - torch.compile traces ``loss.backward()`` and the step of our own Adam, so an update is one graph;
@@ -62,7 +62,7 @@ class Args(RunArgs):
     log_every: int = 1_000
     """environment steps between log points"""
     checkpoint_replay: bool = True
-    """save the replay in checkpoints; without it, a resumed run first refills an empty replay"""
+    """save the replay buffer in checkpoints; without it, a resumed run first refills an empty buffer"""
 
     compile: bool = False
     """compile the training step with torch.compile"""
@@ -80,7 +80,7 @@ class Args(RunArgs):
     num_envs: int = 1
     """environments stepped together"""
     buffer_size: int = 1_000_000
-    """capacity of the replay, in transitions"""
+    """capacity of the replay buffer, in transitions"""
     gamma: float = 0.99
     """discount"""
     tau: float = 0.005
@@ -222,7 +222,7 @@ class Losses(NamedTuple):
 class Noise(NamedTuple):
     """Standard normal numbers for all actions that an update samples.
 
-    Drawn all at once: before 2.13, a compiled update may reorder random draws (pytorch/pytorch#181136).
+    Drawn all at once: PyTorch before 2.13 may reorder the draws of a compiled update (pytorch/pytorch#181136).
     """
 
     target: torch.Tensor  # [B, action_dim]
@@ -350,8 +350,8 @@ def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray
 def make_executables(observe: Callable, update: Callable, act: Callable, args: Args, device: torch.device) -> Callable:
     """The function ``advance(timestep_cpu, turns) -> actions``, compiled and captured as the flags say.
 
-    It observes, does one update for each entry of ``turns`` (the update's arguments) and acts. For at most one update
-    this is a single executable, for more it is several. ``timestep_cpu`` is pinned if the device is a GPU.
+    It observes, does one update for each entry of ``turns`` (the update's arguments) and acts. That is one executable
+    for at most one update, or with ``--one-graph``; else several. ``timestep_cpu`` is pinned if the device is a GPU.
     """
     # Each is compiled by its first call, so those that a run does not need cost nothing.
     compiled = partial(make_executable, device=device, compile=args.compile, cudagraphs=False)

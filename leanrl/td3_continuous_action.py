@@ -52,14 +52,14 @@ class Args(RunArgs):
     log_every: int = 1_000
     """environment steps between log points"""
     checkpoint_replay: bool = True
-    """save the replay in checkpoints; without it, a resumed run first refills an empty replay"""
+    """save the replay buffer in checkpoints; without it, a resumed run first refills an empty buffer"""
 
     learning_rate: float = 3e-4
     """learning rate of Adam, for the actor and the critics"""
     num_envs: int = 1
     """environments stepped together"""
     buffer_size: int = 1_000_000
-    """capacity of the replay, in transitions"""
+    """capacity of the replay buffer, in transitions"""
     gamma: float = 0.99
     """discount"""
     tau: float = 0.005
@@ -307,7 +307,7 @@ def main(args: Args) -> None:
             for _ in range(due):
                 run.optimizer_steps += 1
                 update(with_actor=run.optimizer_steps % args.policy_frequency == 0)
-            if schedule.begins(run.global_step):  # the first update sets up a GPU's libraries
+            if schedule.begins(run.global_step):  # the first update initialises the CUDA libraries
                 run.start_clock()
 
             if run.log_due():

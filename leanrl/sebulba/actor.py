@@ -34,8 +34,8 @@ class ActingAgent:
 
     Args:
         agent: the network.
-        amp: with bf16, its module ``torso`` is rounded once per version of the parameters; autocast would do so at
-            every step, with the same result.
+        amp: with bf16, its module ``torso`` is cast to bfloat16 once per version of the parameters; autocast would do
+            so at every step, with the same result.
     """
 
     def __init__(self, agent: nn.Module, amp: str) -> None:
@@ -61,9 +61,9 @@ class ActorThread:
     Attributes:
         name: its name in error messages.
         pieces: its share of each shard, in the order of its environments.
-        numbers: global numbers of its environments.
+        numbers: global indices of its environments.
         envs: those environments.
-        blocks: slices of them to act for at once.
+        blocks: slices of its environments, each acted for in one call.
         example: inputs of acting for one block: observations [n, ...], and zeros [n, k] as noise.
     """
 
@@ -192,7 +192,7 @@ class ThreadRollout:
         header: what is known of it so far.
 
     Attributes:
-        steps: numbers of its T steps in the run; those of rollout r start at r T.
+        steps: indices of its T steps in the run; those of rollout r start at r T.
         choices: [T, 3, n], to be filled with actions, their log-probabilities and values. Actions of several dimensions
             take as many rows.
     """

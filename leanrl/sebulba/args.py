@@ -24,15 +24,15 @@ class SebulbaArgs(RunArgs):
     """Where things run and when they stop; the names are Cleanba's."""
 
     capture_video: bool = False
-    """refused by these scripts: `python -m leanrl.tools.evaluate RUN_DIR --capture-video` films a saved model"""
+    """refused by these scripts: use `python -m leanrl.tools.evaluate RUN_DIR --capture-video` on a saved model"""
     device: str = "auto"
     """auto, cpu or cuda; on cpu the device ids below are virtual devices of this machine"""
     amp: Literal["none", "bf16"] = "none"
-    """bf16 runs the networks under autocast"""
+    """bf16 runs the networks under autocast, except their last layers"""
     compile: bool = False
     """compile inference and update with torch.compile"""
     cudagraphs: bool = False
-    """replay inference and update as CUDA graphs (tensordict's CudaGraphModule)"""
+    """replay inference and update as CUDA graphs"""
     env_backend: EnvBackend = "envpool"
     """envpool steps the environments on C++ threads; gymnasium steps those of an actor thread one after the other"""
     num_threads: int | None = None

@@ -29,7 +29,7 @@ RUN = "TORCHELASTIC_RUN_ID"
 PHASES = ("playing rollout", "sending rollout", "update", "report of update", "parameters of update")
 # How long a supervisor waits for the store in which processes note their phase.
 STORE_SECONDS = 5
-# Characters kept of a backend's error, so that the line also has room for who was waited for.
+# Longest part of a backend's error that is quoted, in characters, so that the line has room for the peer's name.
 LONGEST_ERROR = 600
 
 Messages = Sequence[tuple[int, torch.Tensor]]
@@ -86,7 +86,7 @@ class Collectives:
                 timeout=datetime.timedelta(seconds=args.start_timeout),
                 device_id=device if device.type == "cuda" else None,
             )
-            # That process group is for the start-up. Every process must create every process group, in the same order.
+            # The default process group is for the start-up. Every process must create every group, in the same order.
             limit = datetime.timedelta(seconds=args.timeout)
             self._everyone = learners = dist.new_group(timeout=limit)
             learner_ranks = [p.rank for p in layout.members if p.learner is not None]
@@ -166,7 +166,7 @@ class Collectives:
         return total
 
     def gather_signs(self, sign: Sequence[int]) -> list[Sequence[int]]:
-        """The ``sign`` of every learner (a few integers: stop request, checksum), on all learners."""
+        """All learners' ``sign``, a few integers each (stop request, checksum), on every learner."""
         if self._learners is None:
             return [sign]
         message = torch.tensor(sign, dtype=torch.int64, device=self._device)

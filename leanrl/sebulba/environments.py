@@ -5,7 +5,7 @@ from leanrl.support.envs import EnvBackend, make_envs, require_learnable
 
 
 def make_pool(env_id: str, envs: range, seed: int, protocol: str, backend: EnvBackend = "envpool", **options):
-    """One vector environment of the environments with global numbers ``envs``; each plays the same in any pool.
+    """One vector environment for the environments with global indices ``envs``; each plays the same in any pool.
 
     Args:
         seed: the run's; each environment derives its own.

@@ -36,7 +36,7 @@ class Piece(NamedTuple):
     learner: int
     shard: int
     envs: range
-    """global numbers of its environments"""
+    """global indices of its environments"""
 
 
 def parse_layout(text: str) -> tuple[tuple[int, ...], tuple[int, ...], int]:
@@ -124,12 +124,12 @@ class Layout:
         return f"actor thread {actor * self.num_actor_threads + thread} (rank {self.actor(actor).rank})"
 
     def thread_envs(self, actor: int, thread: int) -> range:
-        """Global numbers of the environments of an actor thread."""
+        """Global indices of the environments of an actor thread."""
         first = (actor * self.num_actor_threads + thread) * self.local_num_envs
         return range(first, first + self.local_num_envs)
 
     def shard_envs(self, shard: int) -> range:
-        """Global numbers of the environments of a shard."""
+        """Global indices of the environments of a shard."""
         return range(shard * self.shard_size, (shard + 1) * self.shard_size)
 
     def shards_of(self, learner: int) -> range:

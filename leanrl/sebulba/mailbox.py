@@ -32,7 +32,7 @@ class Mailbox(SimpleQueue):
             Stopped: the mailbox is closed.
             Stalled: nothing arrived in time.
         """
-        for _ in range(100):  # short waits: a suspended process loses one
+        for _ in range(100):  # short waits, so that a suspended process loses only one of them
             with suppress(Empty):
                 item = super().get(timeout=self._timeout / 100)
                 if not self._closed:

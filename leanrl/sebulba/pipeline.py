@@ -11,7 +11,7 @@ from leanrl.sebulba.start import Start
 
 
 def version_for(rollout: int, policy_lag: int, first_version: int = 0) -> int:
-    """The version of the parameters that plays a rollout: the one after ``rollout - 1 - policy_lag`` updates.
+    """The version of the parameters to play a rollout with: the one after ``rollout - 1 - policy_lag`` updates.
 
     Args:
         rollout: from 1.
@@ -31,7 +31,7 @@ class Pipeline:
     """what this process's learner trains on, by the shard's number; empty if it does not learn"""
     collectives: Collectives
     first_version: int
-    """updates taken before the run was resumed, else 0"""
+    """updates done before the run was resumed, else 0"""
 
     def __post_init__(self) -> None:
         self.layout, self.member, lag = self.start.layout, self.start.member, self.start.args.policy_lag

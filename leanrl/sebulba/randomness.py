@@ -4,11 +4,11 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-# SplitMix64's (https://doi.org/10.1145/2660193.2660195) as signed integers: PyTorch multiplies these modulo 2**64 too.
+# SplitMix64's constants (https://doi.org/10.1145/2660193.2660195), signed: PyTorch multiplies modulo 2**64 too.
 INCREMENT, FACTOR_1, FACTOR_2 = (
     factor - 2**64 for factor in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
-# log2 of how many numbers an environment may draw in a run.
+# log2 of the number of draws that an environment may make in a run.
 DRAWS_BITS = 40
 
 
@@ -50,8 +50,8 @@ def action_noise(seed: int, envs: range, steps: range, space: gym.Space, device:
     normal for a Box of k dimensions.
 
     Args:
-        envs: global numbers of the n environments.
-        steps: numbers of the T steps in the run; those of rollout r start at r T.
+        envs: global indices of the n environments.
+        steps: indices of the T steps in the run; those of rollout r start at r T.
     """
     size = policy_size(space)
     env, step, number = (torch.arange(r.start, r.stop, device=device) for r in (envs, steps, range(size)))

@@ -11,7 +11,7 @@ ALIGNMENT = 64
 
 
 class Header(NamedTuple):
-    """What comes with a piece of a rollout. ``started`` and ``ended`` are readings of time.time(), the rest seconds."""
+    """What comes with a piece of a rollout. Times are in seconds; ``started`` and ``ended`` are of time.time()."""
 
     rollout: float = 0
     """number, from 1"""
@@ -34,7 +34,7 @@ class Rollout(NamedTuple):
     """A piece of a rollout, or a whole shard's rollout; all fields are views of ``buffer``.
 
     ``rewards[t]`` and the flags describe the transition made by ``actions[t]``, from ``obs[t]`` to ``obs[t + 1]``,
-    which is the true last observation if the episode ended.
+    which is the final observation if the episode ended.
     """
 
     buffer: torch.Tensor  # [bytes] uint8

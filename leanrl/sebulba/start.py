@@ -20,7 +20,7 @@ from leanrl.support.errors import UsageError, bad
 from leanrl.support.run import seed_everything
 
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# The port of a SLURM step is derived from job and step, and is below those that Linux gives to outgoing connections.
+# The port of a SLURM step is derived from job and step, and is below Linux's range of ephemeral ports.
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
 # Distance between the ports of a job's steps: usually more than that between the ids of jobs that run together.
 STEP_STRIDE = 1_009

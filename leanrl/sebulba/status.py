@@ -30,8 +30,8 @@ class PeerLost(Exception):
 class Status:
     """Writes to the supervisor's pipe, if there is one (torchrun supervises in its own way)."""
 
-    def __init__(self, part_name: str) -> None:
-        self._part_name = part_name
+    def __init__(self, process_name: str) -> None:
+        self._process_name = process_name
         fd = os.environ.pop(STATUS_FD, None)
         self._fd = None if fd is None else int(fd)
         self._failed = threading.Lock()
@@ -57,7 +57,7 @@ class Status:
     def warm_up_within(self, seconds: float) -> Iterator[None]:
         """Fails and ends the process if the block takes longer; its peers could only tell that they are waiting."""
         late = Stalled(f"its warm-up takes longer than --start-timeout {seconds:g} s")
-        limit = threading.Timer(seconds, self.fail_in_thread, (late, self._part_name))
+        limit = threading.Timer(seconds, self.fail_in_thread, (late, self._process_name))
         limit.daemon = True
         limit.start()
         try:
@@ -81,7 +81,7 @@ class Status:
         reason = str(error) if kind != "error" else f"{type(error).__name__}: {error}" if str(error) else repr(error)
         # One line, without control characters, which take 6 bytes, or lone surrogates, which cannot be encoded.
         reason = " ".join("".join(char if char.isprintable() else " " for char in reason).split())
-        message = f"{who or self._part_name}: {reason[:LONGEST_REASON]}"
+        message = f"{who or self._process_name}: {reason[:LONGEST_REASON]}"
         if kind == "error":
             traceback.print_exception(error)
         self._write(json.dumps({"kind": kind, "message": message}, ensure_ascii=False).encode() + b"\n")

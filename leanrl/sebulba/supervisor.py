@@ -210,7 +210,7 @@ class Supervisor:
         return min(filter(is_silent, self.children), key=lambda child: child.last_sign, default=None)
 
     def _hear_out(self) -> None:
-        """Reads everything the children wrote, which may be a lot if this process was itself suspended meanwhile."""
+        """Reads until all is well again or EXPLAIN_SECONDS are over: others may report the cause of a failure."""
         until = time.monotonic() + EXPLAIN_SECONDS
         while self._silent_or_failed() and time.monotonic() < until and self._anyone_left():
             self._listen(POLL_SECONDS)

@@ -128,7 +128,7 @@ class Worker:
             run.start_clock()
         for number in range(self._first + 1, self._start.num_updates + 1):
             self._number, self._started = number, time.time()
-            # A learner passes on a request to stop in its sign, with ``publish``.
+            # A learner reports a request to stop with ``publish`` instead.
             self._pieces = self._pipeline.exchange(number, self._stop.requested and not learns)
             if learns:
                 self._filled, self._reduced = time.time(), self._collectives.all_reduce_seconds

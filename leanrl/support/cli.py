@@ -34,14 +34,14 @@ class RunArgs:
     max_seconds: float | None = None
     """stop after this many seconds of training, resumes included, counted from the end of the warm-up"""
     snapshot_seconds: float | None = None
-    """save the model to snapshots/ at the first log point after each multiple of this many seconds, and at the end, for
-    `python -m leanrl.tools.speedrun`"""
+    """save the model to snapshots/ at the first log point after each multiple of this many seconds since the start,
+    and at the end, for `python -m leanrl.tools.speedrun`"""
     save_model: bool = False
     """write model.pt at the end, which `python -m leanrl.tools.evaluate RUN_DIR` plays"""
     capture_video: bool = False
-    """film one episode of the trained policy at the end, as an mp4 in the run directory.
-    It is rendered by the backend that stepped the environments, MuJoCo always by Gymnasium; if that cannot render it,
-    the run is refused at once"""
+    """record a video of one episode of the trained policy at the end, as an mp4 in the run directory.
+    The backend that stepped the environments renders it, Gymnasium for all MuJoCo tasks; if it cannot be rendered, the
+    run is refused at the start"""
     track: bool = False
     """also log to Weights & Biases (offline when no key is configured)"""
     wandb_project_name: str = "leanrl"
@@ -118,7 +118,7 @@ def parse_args(args_type: type[RunArgs], script: str, argv: list[str] | None = N
 
 def run_script(main: Callable, args_type: type[RunArgs], script_file: str) -> None:
     """Entry point of every script: parses, runs ``main(args)``; a UsageError is one line on stderr and exit code 2."""
-    atexit.register(gc.freeze)  # or the interpreter's last collection would walk all that was compiled, for a second
+    atexit.register(gc.freeze)  # or the garbage collection at exit would traverse all compiled code, for a second
     try:
         main(parse_args(args_type, Path(script_file).stem))
     except UsageError as error:

@@ -99,13 +99,13 @@ def available_cores() -> int:
 
 
 def set_cpu_numerics(num_threads: int, large_products: bool = True) -> None:
-    """Sets PyTorch's threads, denormals and float32 matrix products on the CPU; call it before any work there.
+    """Sets PyTorch's CPU threads, denormal flushing and float32 matmul library; call it before any work on the CPU.
 
     Denormals are flushed to 0: Adam's averages decay into them wherever gradients stay 0 (behind a dead ReLU, say), and
     arithmetic on them is many times slower. Threads inherit the setting from the one that starts them.
 
-    Without ``large_products`` MKL computes all of them: for layers of about 100 units, or where only a network's first
-    and last layers are in float32, the call to oneDNN takes longer than the product.
+    Without ``large_products`` MKL does all matmuls: for layers of about 100 units, or where only a network's first and
+    last layers are in float32, the call to oneDNN takes longer than the matmul.
     """
     torch.set_flush_denormal(True)
     torch.set_num_threads(num_threads)
@@ -127,7 +127,7 @@ def keep_freed_memory() -> None:
 
 
 def use_onednn_products() -> None:
-    """Uses oneDNN for float32 matrix products on AMD processors, where MKL, PyTorch's choice, can be slow.
+    """Uses oneDNN for float32 matmuls on AMD processors, where MKL, PyTorch's choice, can be slow.
 
     PyTorch calls oneDNN only if bfloat16 is allowed. Without AMX units oneDNN still computes in float32. A test product
     checks the precision; if it is too low, nothing changes. ``args.json`` records the setting.

@@ -7,7 +7,7 @@ import torch
 
 
 class EpisodeStatistics:
-    """Adds up the episodes of N environments, a step or a whole rollout at a time.
+    """Sums the rewards and lengths of the episodes of N environments, one step or one rollout at a time.
 
     Args:
         num_envs: N.
@@ -18,7 +18,7 @@ class EpisodeStatistics:
         self._returns, self._lengths = self._sums  # views
 
     def add_step(self, rewards: np.ndarray, dones: np.ndarray, resets: np.ndarray) -> Sequence[Sequence]:
-        """Returns and lengths of the episodes that ended on this step.
+        """Returns and lengths, [E] each, of the E episodes that ended on this step.
 
         Args:
             rewards, dones, resets: [N]; ``resets`` marks steps that only reset their environment.
@@ -37,7 +37,7 @@ class EpisodeStatistics:
         Args:
             rewards, dones, resets: [T, N], as in ``add_step``.
         """
-        # Running sums [2, T, N]: an episode's share is the sum at its end minus the sum at the previous episode's end.
+        # Running sums [2, T, N]: an episode's total is the sum at its end minus the sum at the previous episode's end.
         sums = self._sums[:, None] + np.cumsum([rewards, ~resets], 1)
         ended, before = [], np.zeros_like(self._sums)
         for t, n in zip(*np.nonzero(dones), strict=True):

@@ -73,7 +73,7 @@ class CompiledStep:
             # Functions made by one factory share their code, so Dynamo takes each for a recompilation of the first and
             # would refuse the ninth.
             limit = torch._dynamo.config.accumulated_recompile_limit
-            # trace_autograd_ops: .backward() becomes part of the graph. Collections would slow compiling.
+            # trace_autograd_ops: .backward() becomes part of the graph. Garbage collection would slow down compilation.
             with torch._dynamo.config.patch(recompile_limit=limit, trace_autograd_ops=True), collector_off():
                 result = self._first_call(*args)
             # Dynamo has one object for None. A graph that reads a .grad after setting it to None leaves a source on it,
@@ -118,8 +118,8 @@ class Captured:
     """``fn(*args)`` as one CUDA graph: CUDAGRAPH_WARMUP ordinary calls, then one that captures it, then replays.
 
     Whatever else ``fn`` reads or writes must stay at the same address (CPU tensors in pinned memory), and nothing in it
-    may wait for the device. Capture on the main thread; other threads may use CUDA meanwhile, but must not draw random
-    numbers there or replay graphs.
+    may synchronise with the device. Capture on the main thread; other threads may use CUDA meanwhile, but must not draw
+    random numbers there or replay graphs.
 
     Args:
         fn: takes tensors of fixed shapes, which are copied to where the graph reads them. Once captured, every call

@@ -10,7 +10,7 @@ UPLOADED = ["model.pt", "args.json", "summary.json", "metrics.jsonl"]
 
 
 def require_hub() -> None:
-    """UsageError unless the package is installed and somebody is logged in: checked before hours of training."""
+    """UsageError unless the package is installed and a user is logged in: checked before hours of training."""
     try:
         import huggingface_hub
     except ImportError:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 
 class TwinLinear(nn.Module):
-    """The linear layers of two networks as one batched product: [2, B, in_features] -> [2, B, out_features]
+    """The linear layers of two networks as one batched matmul: [2, B, in_features] -> [2, B, out_features]
 
     Given input for the first network only, [1, B, in_features], it is that network's layer.
     """
@@ -18,7 +18,7 @@ class TwinLinear(nn.Module):
         self.bias = nn.Parameter(torch.stack([layer.bias.detach() for layer in layers]).unsqueeze(1))  # [2, 1, out]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Not baddbmm: TorchInductor fuses the addition with what follows, but cannot fuse into a library's product.
+        # Not baddbmm: TorchInductor fuses the addition with what follows, but fuses nothing into a library's matmul.
         return torch.bmm(x, self.weight[: len(x)]) + self.bias[: len(x)]
 
 
@@ -38,7 +38,7 @@ class Float32:
     """Mixin for a layer that stays in float32 under autocast; its input may have any precision.
 
     For the first and last layers of a network, because in bfloat16 observations and values have three significant
-    digits; and for norms, whose means and deviations are sums of many numbers.
+    digits; and for layer norms, whose mean and variance are sums of many numbers.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -85,7 +85,7 @@ class ChannelsLastLinear(nn.Linear):
 
 
 def interleaved(images: torch.Tensor) -> torch.Tensor:
-    """uint8 [B, 4, H, W] in channels_last: each pixel is written as one integer, faster than four bytes."""
+    """uint8 [B, 4, H, W] copied to channels_last, each pixel written as one int32: faster than four separate bytes."""
     first, second, third, fourth = images.int().unbind(1)
     return (first | second << 8 | third << 16 | fourth << 24).view(torch.uint8).unflatten(-1, (-1, 4)).movedim(-1, 1)
 
@@ -93,8 +93,8 @@ def interleaved(images: torch.Tensor) -> torch.Tensor:
 def mlp_as_sums(network: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
     """``network(x)`` for a few rows [N, in], with its matrix products written as sums.
 
-    TorchInductor fuses the sums with everything around them. In a small network, calling a matrix library costs more
-    than the few thousand multiplications themselves.
+    TorchInductor fuses the sums with everything around them. In a small network, calling BLAS costs more than the few
+    thousand multiplications themselves.
     """
     for layer in network:
         x = (layer.weight * x.unsqueeze(1)).sum(-1) + layer.bias if isinstance(layer, nn.Linear) else layer(x)

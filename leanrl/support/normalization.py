@@ -1,6 +1,6 @@
 """Gymnasium's vector NormalizeObservation and NormalizeReward as tensor operations.
 
-The wrappers cost more than a MuJoCo simulator. tests/test_ppo_continuous.py checks these against them.
+The wrappers take longer than a step of a MuJoCo simulator. tests/test_ppo_continuous.py checks these against them.
 """
 
 import torch
@@ -12,8 +12,8 @@ from leanrl.support.scan import linear_recurrence
 class RunningMoments(nn.Module):
     """Mean, variance and count of a stream, in float64, updated in place (Gymnasium's RunningMeanStd).
 
-    Calling it normalises. If several learners hold pieces of a batch of vectors, each computes the ``sums`` of its own
-    piece, and all ``add`` the total.
+    Calling it normalises. If a batch of vectors is sharded over several learners, each computes the ``sums`` of its
+    shard, and all ``add`` the total.
 
     Args:
         shape: of an element of the stream.
@@ -39,7 +39,7 @@ class RunningMoments(nn.Module):
         return torch.cat([weights.sum().double().view(1), deviations.sum(0), deviations.square().sum(0)])
 
     def add(self, sums: torch.Tensor) -> None:
-        """Merges a batch, given the total of its pieces' ``sums``."""
+        """Merges a batch, given the total of its shards' ``sums``."""
         number, deviations, squares = sums.split([1, len(self.mean), len(self.mean)])
         total = self.count + number
         shift = deviations / total

@@ -1,4 +1,4 @@
-"""What all off-policy scripts check, save, resume and log alike."""
+"""What the off-policy scripts share: validation, checkpoints, resuming and the names of losses."""
 
 from copy import deepcopy
 from typing import NamedTuple

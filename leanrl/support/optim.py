@@ -10,8 +10,8 @@ class Traceable(torch.optim.Optimizer):
 
     PyTorch's own ``step`` and ``zero_grad`` break the graph, because they open a profiler range.
 
-    The state is allocated up front and only changed in place, so that a graph may hold its addresses. So is the
-    learning rate: to change it, fill ``param_groups[0]["lr"]``, a tensor [1].
+    The state and the learning rate are allocated up front and only changed in place, because a graph holds their
+    addresses. To change the learning rate, fill ``param_groups[0]["lr"]``, a tensor [1].
 
     Args:
         params, options: as for PyTorch's optimiser.

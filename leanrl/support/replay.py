@@ -11,7 +11,7 @@ from leanrl.support.errors import bad
 class Batch(NamedTuple):
     """Transitions: obs, next_obs [B, obs_dim], actions [B, action_dim], rewards and terminations [B], all float32.
 
-    ``next_obs`` is the true last observation where an episode ended. ``terminations`` is 1 only where the task itself
+    ``next_obs`` is the final observation where an episode ended. ``terminations`` is 1 only where the task itself
     ended it: bootstrapping stops there, but not where time ran out.
     """
 
@@ -46,7 +46,7 @@ class Replay:
         if (capacity + 1) * row_bytes > free:
             takes = f"takes {(capacity + 1) * row_bytes:,} bytes, and {free:,} are free on {device}"
             raise bad("buffer_size", capacity, f"{takes}; at most {free // row_bytes - 1} transitions fit")
-        # The extra row absorbs steps that are not experience.
+        # The extra row takes the steps that only reset an environment, which are not kept.
         self.rows = torch.zeros(capacity + 1, width, device=device)
         # Shape [1]: TorchInductor before 2.15 loses what is written to a 0-d int64 CPU tensor (not reported upstream).
         self.cursor = torch.zeros(1, dtype=torch.int64, device=device)

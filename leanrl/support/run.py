@@ -284,7 +284,7 @@ class Run:
     def training_seconds(self) -> float:
         """Seconds since ``start_clock``, including those before a resume.
 
-        This process's seconds count only once it has taken an update: until then the clock may be started again.
+        This process's seconds count only after its first update: until then the clock may be started again.
         """
         if self.optimizer_steps == self._first_optimizer_step:
             return self._earlier_training_seconds

@@ -1,4 +1,4 @@
-"""How many updates an off-policy run takes after each step of its environments."""
+"""How many updates an off-policy run does after each step of its environments."""
 
 import math
 from fractions import Fraction
@@ -22,11 +22,11 @@ class UpdateSchedule:
         self.updates, self.steps = Fraction(str(updates_per_step)).as_integer_ratio()
 
     def due(self, global_step: int) -> int:
-        """Updates to take now that ``global_step`` environment steps are done."""
+        """The number of updates due after ``global_step`` environment steps."""
         return self.owed(global_step) - self.owed(global_step - self.num_envs)
 
     def begins(self, global_step: int) -> bool:
-        """Whether the first of all updates falls due with this step."""
+        """Whether the first update of the run is due at this step."""
         return self.owed(global_step) > 0 == self.owed(global_step - self.num_envs)
 
     def patterns(self, *frequencies: int) -> set[tuple[tuple[bool, ...], ...]]:
@@ -36,7 +36,7 @@ class UpdateSchedule:
             frequencies: periods, in updates, of what only some updates do (such as training the actor).
 
         Returns:
-            sequences with one tuple per update: for each frequency, whether it is that one's turn.
+            sequences with one tuple per update: for each frequency, whether its work is due.
         """
         mean = Fraction(self.num_envs * self.updates, self.steps)
         # The step that reaches ``starts`` owes nothing, or fewer updates than usual if it goes beyond.
