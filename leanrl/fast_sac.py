@@ -14,6 +14,7 @@ fast_sac_torchcompile.py is the same program, made fast.
     python leanrl/fast_sac.py --env-id Hopper-v5 --seed 2 --save-model --capture-video
 """
 
+import math
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
@@ -100,8 +101,8 @@ def validate(args: Args) -> None:
     require_at_least(args, 2, "num_atoms")
     require_at_least(args, 0, "target_entropy_ratio")
     require_positive(args, "policy_lr", "q_lr", "alpha")
-    if args.v_max <= args.v_min:
-        raise bad("v_max", args.v_max, f"is not above --v-min {args.v_min}")
+    if not -math.inf < args.v_min < args.v_max < math.inf:
+        raise bad("v_max", args.v_max, f"is not above --v-min {args.v_min}, or one of them is infinite")
 
 
 # ---------------------------------------------------------------------------------------------------------- NETWORKS

@@ -8,18 +8,19 @@ The same program as fast_sac.py: read that first, then diff the two to see what 
     python leanrl/fast_sac_torchcompile.py --compile --cudagraphs     # on a CUDA device, or --one-graph
 
 What differs (speed-ups measured for SAC: doc/optimizations.md):
-- an environment step costs one copy to the device, one call and one copy back: the call writes the transition to the
-  replay, samples a batch, trains critics, entropy coefficient and actor, updates the target networks, and acts;
+- a step of the environments costs one copy to the device, one call and one copy back; with more than one update per
+  step, one call each to write to the replay, for every update, and to act;
 - torch.compile traces ``loss.backward()`` and the step of our own Adam, so an update is one graph;
 - with ``--one-graph`` a step is one CUDA graph, copies included (leanrl/support/onegraph.py).
 
 With the paper's hyperparameters, for a GPU (untested; the paper also caps the log standard deviation at 0, not 2):
 
     python leanrl/fast_sac_torchcompile.py --compile --cudagraphs --env-backend envpool --num-envs 4096 \\
-        --updates-per-step 0.002 --batch-size 8192 --buffer-size 4194304 --policy-frequency 4 --policy-lr 3e-4 \\
+        --updates-per-step 0.001953125 --batch-size 8192 --buffer-size 4194304 --policy-frequency 4 --policy-lr 3e-4 \\
         --q-lr 3e-4 --gamma 0.97 --num-atoms 101 --v-min -20 --v-max 20 --alpha 0.001 --target-entropy-ratio 0
 """
 
+import math
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
@@ -119,8 +120,8 @@ def validate(args: Args) -> None:
     require_at_least(args, 2, "num_atoms")
     require_at_least(args, 0, "target_entropy_ratio")
     require_positive(args, "policy_lr", "q_lr", "alpha")
-    if args.v_max <= args.v_min:
-        raise bad("v_max", args.v_max, f"is not above --v-min {args.v_min}")
+    if not -math.inf < args.v_min < args.v_max < math.inf:
+        raise bad("v_max", args.v_max, f"is not above --v-min {args.v_min}, or one of them is infinite")
 
 
 # ---------------------------------------------------------------------------------------------------------- NETWORKS

@@ -304,7 +304,7 @@ def make_policy_step(q_network: QNetwork, rollout: Rollout, args: Args) -> tuple
 def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
     """The policy of a saved model: observations uint8 [N, 4, 84, 84] -> actions [N], 1 in 100 of them random.
 
-    As at the end of training: greedy actions alone can repeat the same moves for ever.
+    As with ``--end-e 0.01``: greedy actions alone can repeat the same moves for ever.
     """
     num_actions = int(envs.single_action_space.n)
     q_network = QNetwork(num_actions)

@@ -138,7 +138,7 @@ BAD_FLAGS_OF = {
     ],
     "pqn": [*EPSILON_GREEDY, *[["--q-lambda", value] for value in ("2.0", "-1.0", "nan")]],
     "sac": [*CONTINUOUS, *RATES, ["--target-network-frequency", "0"], ["--alpha", "-1.0"]],
-    "fast_sac": [*CONTINUOUS, *RATES, *FAST_SAC],
+    "fast_sac": [*CONTINUOUS, *RATES, *FAST_SAC, ["--v-max", "inf"]],
     "td3": [
         *CONTINUOUS,
         *[[flag, "-1.0"] for flag in ("--policy-noise", "--noise-clip", "--exploration-noise")],

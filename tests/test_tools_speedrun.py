@@ -7,7 +7,7 @@ import torch
 from scripts import cells, run_tool_in_process
 
 from leanrl.tools import common, speedrun
-from leanrl.tools.speedrun import TASKS, Task, chosen, draw, reached, render_table
+from leanrl.tools.speedrun import TASKS, Task, chosen, draw, reached, render_table, task_for
 
 
 def snapshots(*means):
@@ -37,7 +37,7 @@ def test_table_and_picture():
         ["holder", "warm", "1:00, 2:00, 1:30", "1:30", "1.00x"],
         ["fast", "warm", "0:30, 0:40, 1:30", "0:40", "2.00x"],
         ["stuck", "warm", "0:06, > 6:00, > 1:00", "> 1:00", "< 1.50x"],
-        ["broken", "warm", "failed (exit 1)", "failed (exit 1)", "-"],
+        ["broken", "warm", "-, failed (exit 1), -", "failed (exit 1)", "-"],
     ]
     runs = [{**run, "snapshots": snapshots(*range(run["seed"]))} for run in runs]
     machine = {"device_name": "a machine", "cpu_cores": 2, "versions": {"torch": "2"}}
@@ -67,7 +67,7 @@ def test_bad_input_is_one_line(monkeypatch, refusal, argv, said):
 def test_every_holder_can_run(monkeypatch, task, bf16_units):
     monkeypatch.setattr("leanrl.support.devices.has_compiler", lambda _: True)
     monkeypatch.setattr(speedrun, "has_bf16_units", lambda: bf16_units)
-    (holder,) = chosen(TASKS[task], speedrun.Args(task, script_args=("--device=cpu",)))
+    (holder,) = chosen(task_for(task, torch.device("cpu")), speedrun.Args(task, script_args=("--device=cpu",)))
     assert f"--env-id={TASKS[task].env_id}" in holder.command
     assert ("bf16" in holder.command) == (bf16_units and "bf16" in TASKS[task].holder)
 

@@ -99,12 +99,10 @@ class Args(common.OutArgs):
 
 def main(args: Args) -> int:
     trials.require_distinct(args, "seeds")
-    if args.task not in TASKS:
-        raise bad("task", args.task, f"no such task; there are {', '.join(TASKS)}")
-    contenders = chosen(task := TASKS[args.task], args)
+    device = trials.target_device(args.script_args)
+    contenders = chosen(task := task_for(args.task, device), args)
     out = common.results_folder(args, "speedrun")
     caches = ("cold", "warm") if args.cache == "both" else (args.cache,)
-    device = trials.target_device(args.script_args)
     earlier = trials.earlier_record(out, "speedrun", device)
     if earlier and earlier["command"] != (command := common.benchmark_record("speedrun", device)["command"]):
         raise bad("out", out, f"its speedrun.json is of another call than {command}")
@@ -113,6 +111,8 @@ def main(args: Args) -> int:
     torch.set_num_threads(1)
 
     def record() -> dict:
+        # The first run is the holder's, also after one that failed and was repeated.
+        runs.sort(key=lambda run: (run["cache"], [own.label for own in contenders].index(run["label"])))
         return common.benchmark_record("speedrun", device) | {"task": args.task, **task._asdict(), "runs": runs}
 
     def run(seed: int, cache: str, contender: trials.Contender) -> None:
@@ -135,14 +135,17 @@ def main(args: Args) -> int:
     return 130 if len(ended) < len(turns) else int(any(run["failure"] for run in runs))
 
 
-def chosen(task: Task, args: Args) -> list[trials.Contender]:
-    """The task's record holder and ``--contenders``, with the flags for all. UsageError for what cannot run.
+def task_for(name: str, device: torch.device) -> Task:
+    """One of TASKS; its holder runs in float32 where bf16 would be slower. UsageError if there is no such task."""
+    if name not in TASKS:
+        raise bad("task", name, f"no such task; there are {', '.join(TASKS)}")
+    has_bf16, task = device.type == "cuda" or has_bf16_units(), TASKS[name]
+    return task if has_bf16 else task._replace(holder=task.holder.replace(BF16, ""))
 
-    The holder runs in float32 where bf16 would be slower.
-    """
-    device = trials.target_device(args.script_args)
-    has_bf16 = device.type == "cuda" or has_bf16_units()
-    entries = [task.holder if has_bf16 else task.holder.replace(BF16, ""), *args.contenders]
+
+def chosen(task: Task, args: Args) -> list[trials.Contender]:
+    """The task's record holder and ``--contenders``, with the flags for all. UsageError for what cannot run."""
+    device, entries = trials.target_device(args.script_args), (task.holder, *args.contenders)
     for words in (args.script_args, *(entry.split()[1:] for entry in entries)):
         trials.check_flags(words, OWN_FLAGS)
     flags = [f"--env-id={task.env_id}", "--checkpoint-every=None", f"--snapshot-seconds={task.seconds / SNAPSHOTS}"]
@@ -162,7 +165,7 @@ def timed(task: Task, variables: dict[str, str], contender: trials.Contender, se
     start = time.time()
     trial = trials.run_trial(contender, seed, runs_dir, trials.Deadline.within(limit), **variables)
     ended = time.time() - start
-    failure = None if trial.was_cut_off else trial.failure
+    failure = None if trial.was_cut_off and ended >= limit else trial.failure
     snapshots = [] if failure else evaluate(contender, Path(trial.run_dir), start, limit, task.target)
     return {
         "label": contender.label,
@@ -234,9 +237,10 @@ def render_table(record: dict) -> str:
         ratio = f"{bound}{statistics.median(ratios):.2f}x" if known else "-"
         # Runs that never reached the target are last. Of an even number, the upper middle one is taken: a real run.
         by_time = sorted(own.values(), key=lambda run: (until(run), run["ended"]))
-        rows.append((label, cache, ", ".join(map(minutes, own.values())), minutes(by_time[len(own) // 2]), ratio))
-    each = f"min:s of {common.plural('seed', list(seeds))}"
-    table = common.markdown_table(("program", "cache", each, "median", "vs holder"), rows)
+        each = ", ".join(minutes(own[seed]) if seed in own else "-" for seed in seeds)
+        rows.append((label, cache, each, minutes(by_time[len(own) // 2]), ratio))
+    heading = f"min:s of {common.plural('seed', list(seeds))}"
+    table = common.markdown_table(("program", "cache", heading, "median", "vs holder"), rows)
     return f"{table}\n\nvs holder (the first): how many times as fast, the median of the ratios within a seed."
 
 

@@ -128,8 +128,7 @@ class Trial:
 
 def peer_of(label: str) -> str | None:
     """The peer at the start of a contender's label; None for one of our scripts."""
-    name = label.partition(" ")[0]
-    return name if name in PEERS else None
+    return name if (name := label.partition(" ")[0]) in PEERS else None
 
 
 def flags_of(mode: str) -> list[str]:
@@ -213,9 +212,8 @@ def contenders_of(
             command = (sys.executable, str(SCRIPTS / f"{script}.py"), *flags_of(mode), *flags, *own)
             contenders.append(Contender(" ".join([script, *flags_of(mode), *own]), command))
     labels = [contender.label for contender in contenders]
-    for label in labels:
-        if labels.count(label) > 1:
-            raise bad(name, entries, f"{label} is named more than once")
+    if repeated := [label for label in labels if labels.count(label) > 1]:
+        raise bad(name, entries, f"{repeated[0]} is named more than once")
     return contenders
 
 
@@ -296,8 +294,7 @@ def run_trials(contenders: Sequence[Contender], seeds: Sequence[int], runs_dir: 
             print(f"{trial.label}, seed {seed}: failed ({trial.failure})", file=sys.stderr, flush=True)
         return trial
 
-    turns = rounds_of(contenders, seeds)
-    return in_turn({f"{own.label}, seed {seed}": partial(run, own, seed) for seed, own in turns})
+    return in_turn({f"{own.label}, seed {seed}": partial(run, own, seed) for seed, own in rounds_of(contenders, seeds)})
 
 
 def in_turn(runs: Mapping[str, Callable]) -> list:
