@@ -257,7 +257,7 @@ def make_update(agent: Agent, optimizer: torch.optim.Adam, rollout: Rollout, arg
         with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
             loss, losses = ppo_loss(agent, rollout.minibatch(mb_inds), args)
         loss.backward()
-        # As in the compiled variant, where TorchInductor 2.13 generates slow CPU code for the foreach norm.
+        # On a CPU, TorchInductor 2.13 generates slow code for the foreach norm.
         nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm, foreach=device_type == "cuda")
         optimizer.step()
         optimizer.zero_grad()

@@ -235,7 +235,7 @@ def make_update(q_network: QNetwork, optimizer: torch.optim.Adam, rollout: Rollo
         with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
             loss, losses = pqn_loss(q_network, rollout.minibatch(mb_inds))
         loss.backward()
-        # As in the compiled variant, where TorchInductor 2.13 generates slow CPU code for the foreach norm.
+        # On a CPU, TorchInductor 2.13 generates slow code for the foreach norm.
         nn.utils.clip_grad_norm_(q_network.parameters(), args.max_grad_norm, foreach=device_type == "cuda")
         optimizer.step()
         optimizer.zero_grad()
