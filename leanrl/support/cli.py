@@ -93,7 +93,8 @@ def parse_args(args_type: type[RunArgs], script: str, argv: list[str] | None = N
     text = sys.modules[args_type.__module__].__doc__
     parse = partial(tyro.cli, args_type, args=argv, prog=f"python leanrl/{script}.py", description=text)
     args = parse()
-    if (resume := args.resume) is None:
+    resume = args.resume
+    if resume is None:
         if args.run_name is None or not restarted(run_directory(args) / "args.json"):
             return args
         resume = str(run_directory(args))
@@ -104,8 +105,6 @@ def parse_args(args_type: type[RunArgs], script: str, argv: list[str] | None = N
     first = args_type(**{name: value for name, value in stored["args"].items() if name in names})
     # The run directory may have been moved since the run was started.
     first.runs_dir, first.run_name = str(Path(resume).resolve().parent), Path(resume).resolve().name
-    if getattr(first, "one_graph", False):
-        first.cudagraphs = False  # it was implied, and need not be any more
     # Parsed again, so that flags left out keep their stored values.
     args = parse(default=first)
     args.resume = resume

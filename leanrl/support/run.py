@@ -151,7 +151,9 @@ class Run:
         self.script = Path(script_file).stem
         self.device = device
         self.total_steps = total_steps
-        self.global_step = self.optimizer_steps = self.episodes = 0
+        self.global_step = 0
+        self.optimizer_steps = 0
+        self.episodes = 0
         self.warmup_seconds = 0.0
         self.last_returns: list[float] = []
         self.new_returns: list[float] = []
@@ -188,7 +190,8 @@ class Run:
         self._first_optimizer_step = self.optimizer_steps
 
     def _load(self) -> dict | None:
-        if (loaded := load_last_checkpoint(self.dir / "checkpoints", self._identity)) is None:
+        loaded = load_last_checkpoint(self.dir / "checkpoints", self._identity)
+        if loaded is None:
             print(f"{self.dir}: no checkpoint was written yet, starting from the first step", file=sys.stderr)
             return None
         self.global_step, content = loaded
@@ -211,9 +214,6 @@ class Run:
             # A later resume ends where this one does. Everything else stays as it was when the run started.
             facts = read_args_json(self.dir)
             facts["args"] |= {name: arguments[name] for name in ("total_timesteps", "max_seconds")}
-            for path in self.dir.glob("snapshots/step_*.pt"):
-                if path.stem > f"step_{self.global_step:012d}":  # of steps that were lost
-                    path.unlink()
         try:
             write_json_atomically(self.dir / "args.json", facts)
         except OSError as error:

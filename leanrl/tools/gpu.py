@@ -167,7 +167,7 @@ def examine(args: Args, device: torch.device) -> int:
             print(f"[{position}/{len(turns)}] {contender.label}, round {seed}", flush=True)
             run = run_upstream if contender.label.startswith(UPSTREAM) else trials.run_trial
             trial = run(contender, seed, out / "runs", end)
-        if trial is None or (trial.was_cut_off and end.seconds_left <= 0):
+        if trial is None or (trial.failure and end.seconds_left <= 0):
             left += len(turns) - position + 1
             break
         found[name] = [t for t in found[name] if (t.label, t.seed) != (trial.label, seed)] + [trial]

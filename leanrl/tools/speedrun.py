@@ -165,7 +165,7 @@ def timed(task: Task, variables: dict[str, str], contender: trials.Contender, se
     start = time.time()
     trial = trials.run_trial(contender, seed, runs_dir, trials.Deadline.within(limit), **variables)
     ended = time.time() - start
-    failure = None if trial.was_cut_off and ended >= limit else trial.failure
+    failure = None if ended >= limit else trial.failure
     snapshots = [] if failure else evaluate(contender, Path(trial.run_dir), start, limit, task.target)
     return {
         "label": contender.label,

@@ -47,9 +47,6 @@ RESERVED_FLAGS = (
 # A child that is asked to stop first finishes its update or compilation; after this it is killed.
 STOP_SECONDS = 20
 
-# The exit codes of a child that was stopped before it could end by itself.
-STOPPED = {-signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGTERM}
-
 # How much of the output of a failed run is shown: usually a whole traceback.
 LOG_LINES = 60
 
@@ -117,18 +114,14 @@ class Trial:
             return "no summary.json"
         return "interrupted" if self.summary["interrupted"] else None
 
-    @property
-    def was_cut_off(self) -> bool:
-        """Whether it was stopped before it had done all of its steps, as by a time limit."""
-        return self.exit_code in STOPPED or self.failure == "interrupted"
-
 
 # ------------------------------------------------------------------------------------------------------------ ENTRIES
 
 
 def peer_of(label: str) -> str | None:
     """The peer at the start of a contender's label; None for one of our scripts."""
-    return name if (name := label.partition(" ")[0]) in PEERS else None
+    name = label.partition(" ")[0]
+    return name if name in PEERS else None
 
 
 def flags_of(mode: str) -> list[str]:
@@ -212,8 +205,9 @@ def contenders_of(
             command = (sys.executable, str(SCRIPTS / f"{script}.py"), *flags_of(mode), *flags, *own)
             contenders.append(Contender(" ".join([script, *flags_of(mode), *own]), command))
     labels = [contender.label for contender in contenders]
-    if repeated := [label for label in labels if labels.count(label) > 1]:
-        raise bad(name, entries, f"{repeated[0]} is named more than once")
+    for label in labels:
+        if labels.count(label) > 1:
+            raise bad(name, entries, f"{label} is named more than once")
     return contenders
 
 
@@ -294,7 +288,8 @@ def run_trials(contenders: Sequence[Contender], seeds: Sequence[int], runs_dir: 
             print(f"{trial.label}, seed {seed}: failed ({trial.failure})", file=sys.stderr, flush=True)
         return trial
 
-    return in_turn({f"{own.label}, seed {seed}": partial(run, own, seed) for seed, own in rounds_of(contenders, seeds)})
+    turns = rounds_of(contenders, seeds)
+    return in_turn({f"{own.label}, seed {seed}": partial(run, own, seed) for seed, own in turns})
 
 
 def in_turn(runs: Mapping[str, Callable]) -> list:
