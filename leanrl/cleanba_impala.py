@@ -440,18 +440,14 @@ def play(thread: ActorThread, act: Callable, args: Args) -> None:
 
 
 def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
-    """The policy of a saved model: observations [N, ...] -> actions [N], sampled as in training.
-
-    Greedy play can stall, e.g. before Breakout's next serve.
-    """
+    """The likeliest actions of a saved model's policy: observations [N, ...] -> actions [N]."""
     agent = make_agent(envs.single_observation_space, envs.single_action_space, Args(**model["network"]))
     agent.load_state_dict(model["agent"])
-    generator = torch.Generator().manual_seed(0)
 
     @torch.no_grad()
     def policy(obs: np.ndarray) -> np.ndarray:
         logits, _ = agent(torch.from_numpy(obs))
-        return torch.multinomial(logits.softmax(1), 1, generator=generator).squeeze(1).numpy()
+        return logits.argmax(1).numpy()
 
     return policy
 

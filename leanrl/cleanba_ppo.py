@@ -555,21 +555,17 @@ def play(thread: ActorThread, act: Callable, args: Args) -> None:
 
 
 def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
-    """The policy of a saved model: observations [N, ...] -> actions [N], sampled as in training.
-
-    Greedy play can stall, e.g. before Breakout's next serve. Continuous actions are the means.
-    """
+    """The policy of a saved model: observations [N, ...] -> the likeliest actions [N], or the mean ones."""
     space = envs.single_action_space
     agent = make_agent(envs.single_observation_space, space, Args(**model["network"]))
     agent.load_state_dict(model["agent"])
-    generator = torch.Generator().manual_seed(0)
 
     @torch.no_grad()
     def policy(obs: np.ndarray) -> np.ndarray:
         output, _ = agent(torch.from_numpy(obs))
         if isinstance(output, Gaussian):
             return np.clip(output.mean.numpy(), space.low, space.high)
-        return torch.multinomial(output.softmax(1), 1, generator=generator).squeeze(1).numpy()
+        return output.argmax(1).numpy()
 
     return policy
 

@@ -315,18 +315,14 @@ def policy_step(agent: Agent, rollout: Rollout, step: int, obs: torch.Tensor, ar
 
 
 def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
-    """The policy of a saved model: observations uint8 [N, 4, 84, 84] -> actions [N], sampled as in training.
-
-    Greedy play may loop.
-    """
+    """The likeliest actions of a saved model's policy: observations uint8 [N, 4, 84, 84] -> actions [N]."""
     agent = Agent(int(envs.single_action_space.n), len(model["agent"]["network.0.bias"]))
     agent.load_state_dict(model["agent"])
-    generator = torch.Generator().manual_seed(0)
 
     @torch.no_grad()
     def policy(obs: np.ndarray) -> np.ndarray:
         probs, _ = agent(torch.from_numpy(obs))
-        return torch.multinomial(probs.probs, 1, generator=generator).squeeze(1).numpy()
+        return probs.logits.argmax(1).numpy()
 
     return policy
 

@@ -271,19 +271,13 @@ def policy_step(q_network: QNetwork, rollout: Rollout, step: int, obs: torch.Ten
 
 
 def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
-    """The policy of a saved model: observations uint8 [N, 4, 84, 84] -> actions [N], 1 in 100 of them random.
-
-    As with ``--end-e 0.01``: greedy actions alone can repeat the same moves for ever.
-    """
-    num_actions = int(envs.single_action_space.n)
-    q_network = QNetwork(num_actions)
+    """The greedy policy of a saved model: observations uint8 [N, 4, 84, 84] -> actions [N]."""
+    q_network = QNetwork(int(envs.single_action_space.n))
     q_network.load_state_dict(model["q_network"])
-    rng = np.random.default_rng(0)
 
     @torch.no_grad()
     def policy(obs: np.ndarray) -> np.ndarray:
-        best = q_network(torch.from_numpy(obs)).argmax(1).numpy()
-        return np.where(rng.random(len(obs)) < 0.01, rng.integers(num_actions, size=len(obs)), best)
+        return q_network(torch.from_numpy(obs)).argmax(1).numpy()
 
     return policy
 

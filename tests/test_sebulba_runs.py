@@ -45,7 +45,7 @@ from leanrl.support.atari import PROTOCOLS
 from leanrl.support.checkpoints import save_checkpoint
 from leanrl.support.cli import parse_args
 from leanrl.support.errors import UsageError
-from leanrl.support.evaluation import atari_protocol, load_model, play
+from leanrl.support.evaluation import atari_protocol, play
 from leanrl.support.executables import WARMUP_CALLS, make_executable, untouched
 from leanrl.support.optim import Adam, RMSprop
 from leanrl.support.run import Run
@@ -251,25 +251,14 @@ def test_a_trained_agent_is_evaluated(monkeypatch, tmp_path):
     assert logged == {"global_step": 40960, "evaluation/episodic_return": np.mean(returns)}
 
 
-def test_models_with_one_hidden_layer_still_load(tmp_path):
-    spaces = {"single_observation_space": Box(0, 255, (4, 84, 84), np.uint8), "single_action_space": Discrete(3)}
-    agent = cleanba_ppo.make_agent(*spaces.values(), cleanba_ppo.Args(channels=(4,), hiddens=(32,)))
-    model = {"agent": agent.state_dict(), "network": {"torso": "impala", "channels": [4], "hidden": 32}}
-    (tmp_path / "args.json").write_text(json.dumps({"script": "cleanba_ppo", "args": {"env_id": "Breakout-v5"}}))
-    torch.save({"model": model}, tmp_path / "model.pt")
-    policy = cleanba_ppo.load_policy(load_model(tmp_path)["model"], SimpleNamespace(**spaces))
-    assert policy(np.zeros((2, 4, 84, 84), np.uint8)).shape == (2,)
-
-
-def test_a_saved_agent_acts_as_in_training():
+def test_a_saved_agent_plays_its_likeliest_actions():
     torch.manual_seed(0)
-    agent = cleanba_ppo.VectorAgent(4, 3)
-    torch.nn.init.normal_(agent.actor[-1].bias)
+    agent, obs = cleanba_ppo.VectorAgent(4, 3), torch.randn(100, 4)
+    torch.nn.init.normal_(agent.actor[-1].weight)
     spaces = {"single_observation_space": Box(-1, 1, (4,)), "single_action_space": Discrete(3)}
     policy = cleanba_ppo.load_policy({"agent": agent.state_dict(), "network": {}}, SimpleNamespace(**spaces))
-    obs = torch.randn(1, 4)
-    frequencies = np.bincount(policy(obs.expand(10_000, -1).numpy())) / 10_000
-    assert frequencies == pytest.approx(agent(obs)[0].softmax(1)[0].tolist(), abs=0.02) and max(frequencies) < 0.9
+    likeliest = agent(obs)[0].argmax(1)
+    assert policy(obs.numpy()).tolist() == likeliest.tolist() and len(likeliest.unique()) > 1
 
 
 class Echo(gym.Env):

@@ -20,6 +20,9 @@ from leanrl.support.cli import read_args_json
 from leanrl.support.envs import EnvBackend, make_envs, require_envpool_env
 from leanrl.support.errors import UsageError
 
+# A game repeats itself exactly, so the same best moves can go on for ever.
+RANDOM_ATARI_ACTIONS = 0.01
+
 # Far from every training environment's index, so that evaluation never repeats a training seed.
 EVALUATION_INDEX = 1_000_000
 
@@ -28,7 +31,7 @@ MAX_VIDEO_FPS = 30
 
 
 def load_model(run_dir: Path, file: str = "model.pt") -> dict:
-    """The script (by its current name) and args of a run, and the model in ``model.pt`` or in a snapshot.
+    """The script and args of a run, and the model in ``model.pt`` or in a snapshot.
 
     Raises:
         UsageError: not a run directory, trained without ``--save-model``, or a damaged file.
@@ -38,28 +41,10 @@ def load_model(run_dir: Path, file: str = "model.pt") -> dict:
     if not path.exists():
         raise UsageError(f"{run_dir}: has no {file}; train with --save-model")
     try:
-        model = in_current_layout(torch.load(path, map_location="cpu", weights_only=True)["model"])
+        model = torch.load(path, map_location="cpu", weights_only=True)["model"]
     except Exception as error:  # torch.load raises almost anything on damaged input
         raise UsageError(f"{path}: damaged or not a saved model ({type(error).__name__})") from None
-    # Earlier versions had separate scripts for what is now --one-graph.
-    return {"script": str(run["script"]).replace("_onegraph", "_torchcompile"), "args": run["args"], "model": model}
-
-
-def in_current_layout(model: dict) -> dict:
-    """A saved model, its parameters as the scripts keep them now.
-
-    The distributed scripts once had a single layer after the torso. PPO's fast variant on Atari had layers of its own:
-    kernels [out, H, W, in], those of the first layer in blocks, [out, 2, 2, 4 channels, 4 rows, 4 columns].
-    """
-    if "hidden" in (network := model.get("network", {})):
-        network["hiddens"] = [network.pop("hidden")]
-    if "conv1.weight" in (agent := model.get("agent", {})):
-        blocks = agent["conv1.weight"].view(32, 2, 2, 4, 4, 4)
-        agent["conv1.weight"] = blocks.permute(0, 1, 4, 2, 5, 3).reshape(32, 8, 8, 4)
-        for name, i in {"conv1": 0, "conv2": 2, "conv3": 4, "linear": 6}.items():
-            agent[f"network.{i}.weight"] = agent.pop(f"{name}.weight").movedim(-1, 1)
-            agent[f"network.{i}.bias"] = agent.pop(f"{name}.bias")
-    return model
+    return {"script": str(run["script"]), "args": run["args"], "model": model}
 
 
 def training_script(run_dir: Path, saved: dict) -> ModuleType:
@@ -76,6 +61,8 @@ def play(
     run_dir: Path, episodes: int, seed=0, video: Path | None = None, sticky=False, file="model.pt", script=None
 ) -> list[float]:
     """Plays ``episodes`` whole episodes with the saved policy; the same arguments give the same returns.
+
+    Actions are the policy's best or mean ones; in Atari games 1 in 100 is random.
 
     Args:
         run_dir: a run directory with ``model.pt``.
@@ -108,6 +95,8 @@ def play(
         except Exception as error:  # missing tensors, other shapes: anything a foreign file leads to
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise UsageError(f"{run_dir / file}: does not fit {saved['script']} ({reason[0]})") from None
+        envs.action_space.seed(seed)
+        rng = np.random.default_rng(seed)
         obs, _ = envs.reset()
         # disable=None: shown only on a terminal.
         for episode in tqdm(range(episodes), run_dir.resolve().name, unit="episode", leave=False, disable=None):
@@ -118,7 +107,9 @@ def play(
             with film(envs, video) if video and episode == 0 else nullcontext(lambda step, done: None) as show:
                 show(step, done)
                 while not done:
-                    obs, reward, terminated, truncated, infos = envs.step(policy(obs))
+                    explores = protocol and rng.random() < RANDOM_ATARI_ACTIONS
+                    actions = envs.action_space.sample() if explores else policy(obs)
+                    obs, reward, terminated, truncated, infos = envs.step(actions)
                     episodic_return += float(reward[0])
                     step, done = step + 1, bool(infos.get("game_over", terminated | truncated)[0])
                     show(step, done)

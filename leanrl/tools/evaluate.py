@@ -1,9 +1,9 @@
 """Plays saved models: whole episodes with the final policy of a training run.
 
 A run saves its model if it is trained with --save-model. The same seed gives the same returns. A model trained on
-EnvPool is played there, except that MuJoCo with --capture-video is played in Gymnasium. Actions are the mean or greedy
-ones; PPO and IMPALA sample those that are discrete, and PQN explores once in a hundred steps of Atari. The return of an
-Atari game is the score of the whole game, over all lives.
+EnvPool is played there, except that MuJoCo with --capture-video is played in Gymnasium. Actions are the mean or best
+ones; on Atari 1 in 100 is random, since a game repeats itself exactly, and the same best moves can go on for ever. The
+return of an Atari game is the score of the whole game, over all lives.
 
     python -m leanrl.tools.evaluate runs/Hopper-v5__ppo_continuous_action__1__1700000000
     python -m leanrl.tools.evaluate runs/* --episodes 100 --seed 7

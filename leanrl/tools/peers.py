@@ -446,10 +446,10 @@ def load_policy(model: dict, envs) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def sb3_actions(policy, normalizer, obs: np.ndarray) -> np.ndarray:
-    """The best actions of an SB3 or SBX policy; on Atari sampled ones, as in ours."""
+    """The best actions of an SB3 or SBX policy."""
     if normalizer is not None:
         obs = normalizer.normalize_obs(obs)
-    return policy.predict(obs, deterministic=obs.ndim == 2)[0]
+    return policy.predict(obs, deterministic=True)[0]
 
 
 @torch.no_grad()
