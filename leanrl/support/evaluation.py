@@ -2,6 +2,7 @@
 
 import importlib
 import io
+import itertools
 import math
 import os
 from contextlib import closing, contextmanager, nullcontext, redirect_stderr
@@ -60,14 +61,14 @@ def training_script(run_dir: Path, saved: dict) -> ModuleType:
 def play(
     run_dir: Path, episodes: int, seed=0, video: Path | None = None, sticky=False, file="model.pt", script=None
 ) -> list[float]:
-    """Plays ``episodes`` whole episodes with the saved policy; the same arguments give the same returns.
+    """Plays a whole episode in each of ``episodes`` environments; the same arguments give the same returns.
 
     Actions are the policy's best or mean ones; in Atari games 1 in 100 is random.
 
     Args:
         run_dir: a run directory with ``model.pt``.
         episodes: how many.
-        seed: of the evaluation environment.
+        seed: of the evaluation environments.
         video: where to write the first episode as mp4, at the environment's own speed; None for no video.
         sticky: use sticky actions, with the usual probability of 0.25 (Atari games only).
         file: the model's file name in ``run_dir``.
@@ -87,34 +88,33 @@ def play(
     # Raw rewards, but lives as in training: under episodic_life EnvPool presses fire to serve the next ball, and an
     # agent that never had to do so itself would let time run out.
     protocol = protocol and protocol._replace(reward_clip=False, repeat_action_probability=0.25 if sticky else 0.0)
-    envs = make_evaluation_envs(saved["args"], seed, video is not None, protocol)
-    returns = []
-    with closing(envs):
+    with closing(make_evaluation_envs(saved["args"], episodes, seed, video is not None, protocol)) as envs:
         try:
             policy = script.load_policy(saved["model"], envs)
         except Exception as error:  # missing tensors, other shapes: anything a foreign file leads to
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise UsageError(f"{run_dir / file}: does not fit {saved['script']} ({reason[0]})") from None
-        envs.action_space.seed(seed)
         rng = np.random.default_rng(seed)
-        obs, _ = envs.reset()
+        returns, playing = np.zeros(episodes), np.ones(episodes, bool)
         # disable=None: shown only on a terminal.
-        for episode in tqdm(range(episodes), run_dir.resolve().name, unit="episode", leave=False, disable=None):
-            if episode > 0:
-                # NEXT_STEP autoreset: the step after a done ignores its action and resets.
-                obs, *_ = envs.step(np.zeros(envs.action_space.shape, envs.action_space.dtype))
-            episodic_return, step, done = 0.0, 0, False
-            with film(envs, video) if video and episode == 0 else nullcontext(lambda step, done: None) as show:
-                show(step, done)
-                while not done:
-                    explores = protocol and rng.random() < RANDOM_ATARI_ACTIONS
-                    actions = envs.action_space.sample() if explores else policy(obs)
-                    obs, reward, terminated, truncated, infos = envs.step(actions)
-                    episodic_return += float(reward[0])
-                    step, done = step + 1, bool(infos.get("game_over", terminated | truncated)[0])
-                    show(step, done)
-            returns.append(episodic_return)
-    return returns
+        bar = tqdm(total=episodes, desc=run_dir.resolve().name, unit="episode", leave=False, disable=None)
+        with bar, film(envs, video) if video else nullcontext(lambda step, done: None) as show:
+            obs, _ = envs.reset()
+            show(0, False)
+            for step in itertools.count(1):
+                actions = policy(obs)
+                if protocol:
+                    explores = rng.random(episodes) < RANDOM_ATARI_ACTIONS
+                    actions = np.where(explores, rng.integers(envs.single_action_space.n, size=episodes), actions)
+                obs, rewards, terminated, truncated, infos = envs.step(actions)
+                returns += rewards * playing
+                ended = playing & infos.get("game_over", terminated | truncated)
+                if playing[0]:
+                    show(step, ended[0])
+                bar.update(ended.sum())
+                playing &= ~ended
+                if not playing.any():
+                    return returns.tolist()
 
 
 def atari_protocol(script: ModuleType, args: dict) -> AtariProtocol | None:
@@ -130,18 +130,20 @@ def backend_of(args: dict) -> EnvBackend:
     return args.get("env_backend", "envpool" if "protocol" in args else "gymnasium")
 
 
-def make_evaluation_envs(args: dict, seed: int, rendering: bool, protocol: AtariProtocol | None) -> VectorEnv:
-    """One environment like those of a run with ``args``, Atari games by ``protocol``, with a seed of its own."""
+def make_evaluation_envs(
+    args: dict, num_envs: int, seed: int, rendering: bool, protocol: AtariProtocol | None
+) -> VectorEnv:
+    """Environments like those of a run with ``args``, Atari games by ``protocol``, with seeds of their own."""
     env_id = args["env_id"]
     # The other backend's environment of that name draws other random numbers, may differ otherwise, or not exist.
     backend = "envpool" if protocol is not None else backend_of(args)
-    options = {"num_threads": 1, "first_index": EVALUATION_INDEX}
+    options = {"first_index": EVALUATION_INDEX}
     if rendering:
         backend = require_video(env_id, backend)
         options["render_mode"] = "rgb_array"
     if protocol is not None:
-        return make_atari_envs(env_id, 1, seed, protocol, **options)
-    return make_envs(env_id, 1, seed, backend, **options)
+        return make_atari_envs(env_id, num_envs, seed, protocol, **options)
+    return make_envs(env_id, num_envs, seed, backend, **options)
 
 
 # ------------------------------------------------------------------------------------------------------------- VIDEO

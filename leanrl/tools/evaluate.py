@@ -32,7 +32,7 @@ class Args:
     episodes: int = 10
     """episodes of each model"""
     seed: int = 0
-    """seed of the evaluation environment, which no training environment uses"""
+    """seed of the evaluation environments, which no training environment uses"""
     capture_video: bool = False
     """write the first episode of each model as mp4 into its run directory"""
     sticky: bool = False
@@ -55,7 +55,7 @@ def main(args: Args) -> int:
     require_at_least(args, 0, "seed")
     if not args.run_dirs:
         raise UsageError("name at least one run directory")
-    # One observation is too little work for two threads: on a busy machine each waits for the other.
+    # Ten observations are too little work for two threads: on a busy machine each waits for the other.
     torch.set_num_threads(1)
     rows, failures = [], 0
     for run_dir in args.run_dirs:

@@ -107,7 +107,7 @@ def main(args: Args) -> int:
     if earlier and earlier["command"] != (command := common.benchmark_record("speedrun", device)["command"]):
         raise bad("out", out, f"its speedrun.json is of another call than {command}")
     runs = [run for run in earlier.get("runs", []) if not run["failure"]]
-    # One observation is too little work for two threads.
+    # Ten observations are too little work for two threads.
     torch.set_num_threads(1)
 
     def record() -> dict:
