@@ -29,6 +29,7 @@ from leanrl.support.episodes import EpisodeStatistics
 from leanrl.support.errors import bad, require_at_least, require_positive, require_unit_interval
 from leanrl.support.evaluation import require_video
 from leanrl.support.layers import ChannelsLastLinear
+from leanrl.support.normalization import RunningMoments
 from leanrl.support.run import Run, seed_everything
 from leanrl.support.scan import linear_recurrence
 
@@ -52,6 +53,8 @@ class Args(RunArgs):
 
     channels: int = 32
     """channels of the first convolution; the layers after it have 2, 2 and 16 times as many"""
+    norm_obs: bool = False
+    """normalise each pixel by its mean and standard deviation so far, instead of dividing it by 255"""
     learning_rate: float = 2.5e-4
     """learning rate of Adam"""
     num_envs: int = 8
@@ -112,8 +115,10 @@ def layer_init(layer: nn.Module, std: float = np.sqrt(2), bias_const: float = 0.
 class Agent(nn.Module):
     """The network of https://doi.org/10.1038/nature14236, shared by the policy and value heads."""
 
-    def __init__(self, num_actions: int, channels: int = 32) -> None:
+    def __init__(self, num_actions: int, channels: int = 32, norm_obs: bool = False) -> None:
         super().__init__()
+        # Of each pixel, in the order of channels_last images in memory.
+        self.obs_moments = RunningMoments((84 * 84 * 4,)) if norm_obs else None
         self.network = nn.Sequential(
             layer_init(nn.Conv2d(4, channels, 8, stride=4)),
             nn.ReLU(),
@@ -129,11 +134,25 @@ class Agent(nn.Module):
 
     def forward(self, obs: torch.Tensor) -> tuple[Categorical, torch.Tensor]:
         """uint8 [B, 4, 84, 84] -> distribution of the actions [B], value [B]"""
-        hidden = self.network(obs / 255.0)
+        hidden = self.network(obs / 255.0 if self.obs_moments is None else self.normalized(obs))
         # In bf16 a value would have only three significant digits.
         with torch.autocast(obs.device.type, enabled=False):
             hidden = hidden.float()
             return Categorical(logits=self.actor(hidden), validate_args=False), self.critic(hidden).squeeze(-1)
+
+    def observe(self, obs: torch.Tensor) -> None:
+        """Adds frames uint8 [B, 4, 84, 84] to the moments."""
+        self.obs_moments.update(obs.movedim(1, -1).flatten(1).double())
+
+    def normalized(self, obs: torch.Tensor) -> torch.Tensor:
+        """Each pixel's deviation from its mean, in standard deviations (https://arxiv.org/abs/1810.12894, section 2.4).
+
+        What moves stands out from the background, however small it is.
+        """
+        pixels = obs.movedim(1, -1)
+        mean, rstd = self.obs_moments.mean.float(), (self.obs_moments.var + 1e-8).rsqrt().float()
+        deviations = (pixels - mean.view(pixels.shape[1:])) * rstd.view(pixels.shape[1:])
+        return deviations.clamp(-5.0, 5.0).movedim(-1, 1)
 
 
 # ----------------------------------------------------------------------------------------------------------- ROLLOUT
@@ -316,7 +335,8 @@ def policy_step(agent: Agent, rollout: Rollout, step: int, obs: torch.Tensor, ar
 
 def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
     """The likeliest actions of a saved model's policy: observations uint8 [N, 4, 84, 84] -> actions [N]."""
-    agent = Agent(int(envs.single_action_space.n), len(model["agent"]["network.0.bias"]))
+    channels, norm_obs = len(model["agent"]["network.0.bias"]), "obs_moments.mean" in model["agent"]
+    agent = Agent(int(envs.single_action_space.n), channels, norm_obs)
     agent.load_state_dict(model["agent"])
 
     @torch.no_grad()
@@ -343,7 +363,8 @@ def main(args: Args) -> None:
         require_video(args.env_id, "envpool")
 
     seed_everything(args.seed)
-    agent = Agent(int(envs.single_action_space.n), args.channels).to(device, memory_format=torch.channels_last)
+    agent = Agent(int(envs.single_action_space.n), args.channels, args.norm_obs)
+    agent.to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
     next_obs = torch.from_numpy(envs.reset()[0]).to(device)
     rollout = Rollout.allocate(next_obs, args)
@@ -374,6 +395,8 @@ def main(args: Args) -> None:
                 frac = 1.0 - (iteration - 1.0) / num_iterations
                 optimizer.param_groups[0]["lr"] = frac * args.learning_rate
 
+            if args.norm_obs:
+                agent.observe(next_obs)
             for step in range(args.num_steps):
                 actions = policy_step(agent, rollout, step, next_obs, args)
                 next_obs, reward, terminated, truncated, infos = envs.step(actions.cpu().numpy())

@@ -68,6 +68,19 @@ def test_ppos_network_is_the_papers(channels, layout, amp):
     torch.testing.assert_close(values.double(), expected, rtol=0, atol=tolerance)
 
 
+def test_a_pixel_is_normalised_by_all_that_it_was():
+    agent, frames = ppo.Agent(4, norm_obs=True), [random_frames(5, seed=seed) // (1 + seed) for seed in range(4)]
+    for batch in frames:
+        agent.observe(batch)
+    seen, obs = torch.cat(frames).double(), random_frames(3)
+    expected = ((obs - seen.mean(0)) / seen.std(0, correction=0)).clamp(-5, 5)
+    torch.testing.assert_close(agent.normalized(obs), expected.float(), rtol=0, atol=1e-3)
+    static = torch.full((2, 4, 84, 84), 87, dtype=torch.uint8)
+    agent = ppo.Agent(4, norm_obs=True)
+    agent.observe(static)
+    assert agent.normalized(static).abs().max() < 0.01 and agent.normalized(static + 100).min() == 5.0
+
+
 def slow_norm(layer, x):
     """Over all but the batch; the layer's weights are [H, W, C] for an image [C, H, W]."""
     weight, bias = layer.weight.double(), layer.bias.double()

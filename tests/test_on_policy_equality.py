@@ -77,7 +77,10 @@ def make_side(module, adam, args, device: torch.device) -> SimpleNamespace:
     torch.manual_seed(3)
     make_network = getattr(module, "Agent", None) or module.QNetwork
     if "atari" in module.__name__:
-        network = make_network(NUM_ACTIONS).to(device, memory_format=torch.channels_last)
+        network = make_network(NUM_ACTIONS, **({"norm_obs": True} if getattr(args, "norm_obs", False) else {}))
+        network.to(device, memory_format=torch.channels_last)
+        if getattr(args, "norm_obs", False):
+            network.observe(random_frames(20, seed=5).to(device))
         rollout = module.Rollout.allocate(random_frames(args.num_envs).to(device), args)
     else:
         network = make_network(OBS_DIM, NUM_ACTIONS).to(device)
@@ -130,6 +133,8 @@ def pair(request, float32_convolutions) -> SimpleNamespace:
     """Both variants with the same weights and rollout, the fast one compiled or captured once for all tests."""
     script, mode, amp = request.param
     args, device = mode_args(script, mode, amp=amp)
+    if script == "ppo_atari_envpool":
+        args.norm_obs = amp == "bf16"
     torch.set_num_threads(1)
     reference, fast = modules_of(script)
     plain, quick = make_side(reference, torch.optim.Adam, args, CPU), make_side(fast, Adam, args, device)

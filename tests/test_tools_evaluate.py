@@ -32,7 +32,7 @@ def trained(script, tmp_path_factory):
     """A tiny training run on Hopper, CartPole or Breakout, whose episodes are short, with its model."""
     folder = tmp_path_factory.mktemp("trained")
     flags = ["--total-timesteps=512", "--save-model", "--runs-dir", folder, "--run-name=a"]
-    assert run(script, *tiny(script), *flags, *["--channels=8"] * script.startswith("ppo_atari")) == 0
+    assert run(script, *tiny(script), *flags, *["--channels=8", "--norm-obs"] * script.startswith("ppo_atari")) == 0
     return folder / "a"
 
 
