@@ -119,6 +119,9 @@ class Agent(nn.Module):
         super().__init__()
         # Of each pixel, in the order of channels_last images in memory.
         self.obs_moments = RunningMoments((84 * 84 * 4,)) if norm_obs else None
+        if norm_obs:  # in float32, or every pixel of a minibatch would take a root in float64
+            self.register_buffer("obs_mean", torch.zeros(84, 84, 4))
+            self.register_buffer("obs_rstd", torch.ones(84, 84, 4))
         self.network = nn.Sequential(
             layer_init(nn.Conv2d(4, channels, 8, stride=4)),
             nn.ReLU(),
@@ -143,16 +146,15 @@ class Agent(nn.Module):
     def observe(self, obs: torch.Tensor) -> None:
         """Adds frames uint8 [B, 4, 84, 84] to the moments."""
         self.obs_moments.update(obs.movedim(1, -1).flatten(1).double())
+        self.obs_mean.copy_(self.obs_moments.mean.view_as(self.obs_mean))
+        self.obs_rstd.copy_((self.obs_moments.var + 1e-8).rsqrt().view_as(self.obs_rstd))
 
     def normalized(self, obs: torch.Tensor) -> torch.Tensor:
         """Each pixel's deviation from its mean, in standard deviations (https://arxiv.org/abs/1810.12894, section 2.4).
 
         What moves stands out from the background, however small it is.
         """
-        pixels = obs.movedim(1, -1)
-        mean, rstd = self.obs_moments.mean.float(), (self.obs_moments.var + 1e-8).rsqrt().float()
-        deviations = (pixels - mean.view(pixels.shape[1:])) * rstd.view(pixels.shape[1:])
-        return deviations.clamp(-5.0, 5.0).movedim(-1, 1)
+        return ((obs.movedim(1, -1) - self.obs_mean) * self.obs_rstd).clamp(-5.0, 5.0).movedim(-1, 1)
 
 
 # ----------------------------------------------------------------------------------------------------------- ROLLOUT

@@ -107,7 +107,7 @@ def main(args: Args) -> int:
     if earlier and earlier["command"] != (command := common.benchmark_record("speedrun", device)["command"]):
         raise bad("out", out, f"its speedrun.json is of another call than {command}")
     runs = [run for run in earlier.get("runs", []) if not run["failure"]]
-    # Ten observations are too little work for two threads.
+    # For a few vectors, two threads wait for each other; for frames, the second takes a core from the emulator.
     torch.set_num_threads(1)
 
     def record() -> dict:
