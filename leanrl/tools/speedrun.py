@@ -78,7 +78,7 @@ TASKS = {
     "cheetah10k": Task("HalfCheetah-v5", 10_000, FAST_SAC, 120),
     "cheetah-run": Task("CheetahRun-v1", 700, f"{FAST_SAC} --v-min -10 --v-max 100", 150),
     "hopper": Task("Hopper-v5", 2_500, PPO, 20),
-    "pong": Task("Pong-v5", 18, f"{PPO_ATARI} --channels 8 --norm-obs --gamma 0.97 --total-timesteps 1200000", 400),
+    "pong": Task("Pong-v5", 18, f"{PPO_ATARI} --channels 8 --norm-obs --gamma 0.97 --total-timesteps 1200000", 200),
     "breakout": Task("Breakout-v5", 100, f"{PPO_ATARI} --channels 16 --total-timesteps 3000000", 1_800),
 }
 
