@@ -249,9 +249,8 @@ def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray
     q_network = QNetwork(envs.single_observation_space.shape[0], int(envs.single_action_space.n))
     q_network.load_state_dict(model["q_network"])
 
-    @torch.no_grad()
     def policy(obs: np.ndarray) -> np.ndarray:
-        return q_network(torch.as_tensor(obs, dtype=torch.float32)).argmax(1).numpy()
+        return greedy(q_network, torch.as_tensor(obs, dtype=torch.float32)).numpy()
 
     return policy
 

@@ -119,7 +119,7 @@ class Agent(nn.Module):
         super().__init__()
         # Of each pixel, in the order of channels_last images in memory.
         self.obs_moments = RunningMoments((84 * 84 * 4,)) if norm_obs else None
-        if norm_obs:  # in float32, or every pixel of a minibatch would take a root in float64
+        if norm_obs:  # kept in float32, so that no minibatch takes float64 square roots
             self.register_buffer("obs_mean", torch.zeros(84, 84, 4))
             self.register_buffer("obs_rstd", torch.ones(84, 84, 4))
         self.network = nn.Sequential(

@@ -153,7 +153,7 @@ class Minibatch(NamedTuple):
 class Rollout(Minibatch):
     """T steps of N environments and the observation after them, in memory that is allocated once: [T + 1, N, ...] each.
 
-    Only observations and values have a meaningful last row.
+    Only observations and values have a meaningful last row; that of the weights stays 0.
     """
 
     @classmethod

@@ -168,7 +168,7 @@ class Minibatch(NamedTuple):
 class Rollout(Minibatch):
     """T steps of N environments and the observation after them, in memory that is allocated once: [T + 1, N, ...] each.
 
-    Only observations and values have a meaningful last row.
+    Only observations and values have a meaningful last row; that of the weights stays 0.
     """
 
     @classmethod
@@ -303,7 +303,8 @@ def make_acting(
         as_sums: act with mlp_as_sums.
 
     Returns:
-        ``observe(raw_obs)``: adds [N, obs_dim] to the moments and writes them, normalised, to the rollout's row;
+        ``observe(raw_obs)``: adds observations [N, obs_dim] to the moments and writes them, normalised, to the
+            rollout's row;
         ``act()``: an action [N, action_dim] for that row, clipped to the bounds;
         ``policy_step(raw_obs)``: both.
     """
@@ -441,10 +442,9 @@ def main(args: Args) -> None:
                 update(torch.arange(minibatch_size, device=device))
 
         # What the environments return, on the CPU until the end of the rollout.
-        rewards = np.zeros((args.num_steps, args.num_envs))
-        terminations = np.zeros((args.num_steps, args.num_envs), bool)
-        dones = np.zeros((args.num_steps, args.num_envs), bool)
-        last_dones = np.zeros(args.num_envs, bool)
+        shape = args.num_steps, args.num_envs
+        rewards, last_dones = np.zeros(shape), np.zeros(args.num_envs, bool)
+        terminations, dones = np.zeros((2, *shape), bool)
         episodes = EpisodeStatistics(args.num_envs)
         row.fill_(args.num_steps)
         observe(raw_obs)

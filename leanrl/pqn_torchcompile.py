@@ -10,7 +10,7 @@ The same program as pqn.py: read that first, then diff the two to see what was m
 What differs:
 - a minibatch costs one call: gather, loss, backward, clipping and our own Adam, which torch.compile can trace, are one
   graph;
-- the greedy actions of a step cost one call; for few environments it is compiled into loops, without BLAS calls.
+- the greedy actions of a step cost one call, which for few environments is compiled into loops without BLAS calls.
 
 Details and their sources: doc/algorithms/pqn.md
 """

@@ -10,6 +10,7 @@ The same program as sac_continuous_action.py: read that first, then diff the two
 What differs (measured speed-ups: doc/optimizations.md):
 - an environment step costs one copy to the device, one call and one copy back: the call writes the transition to the
   replay, samples a batch, trains critics, actor and entropy coefficient, updates the target networks, and acts;
+  with more than one update per step, one call each to write to the replay, for every update, and to act;
 - torch.compile traces ``loss.backward()`` and the step of our own Adam, so an update is one graph;
 - with ``--one-graph`` a step is one CUDA graph, copies included (leanrl/support/onegraph.py).
 

@@ -177,10 +177,8 @@ def make_update(
     """The function ``update(with_actor)`` that trains on one batch, and the losses that it writes."""
     device = replay.rows.device
     losses = Losses(*(torch.zeros(size, device=device) for size in (2, 2, 1)))
-    params, target_params = (
-        [parameter for network in networks for parameter in network.parameters()]
-        for networks in ((actor, critics), (actor_target, critics_target))
-    )
+    params = [*actor.parameters(), *critics.parameters()]
+    target_params = [*actor_target.parameters(), *critics_target.parameters()]
 
     def autocast():
         return torch.autocast(device.type, torch.bfloat16, enabled=args.amp == "bf16")

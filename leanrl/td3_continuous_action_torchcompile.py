@@ -10,6 +10,7 @@ The same program as td3_continuous_action.py: read that first, then diff the two
 What differs (measured speed-ups: doc/optimizations.md):
 - an environment step costs one copy to the device, one call and one copy back: the call writes the transition to the
   replay, samples a batch, trains critics and actor, updates the target networks, and acts;
+  with more than one update per step, one call each to write to the replay, for every update, and to act;
 - torch.compile traces ``loss.backward()`` and the step of our own Adam, so an update is one graph;
 - with ``--one-graph`` a step is one CUDA graph, copies included (leanrl/support/onegraph.py).
 
@@ -195,10 +196,8 @@ def make_update(
     """The function ``update(with_actor)`` that trains on one batch, and the losses that it writes."""
     device = replay.rows.device
     losses = Losses(*(torch.zeros(size, device=device) for size in (2, 2, 1)))
-    params, target_params = (
-        [parameter for network in networks for parameter in network.parameters()]
-        for networks in ((actor, critics), (actor_target, critics_target))
-    )
+    params = [*actor.parameters(), *critics.parameters()]
+    target_params = [*actor_target.parameters(), *critics_target.parameters()]
 
     def autocast():
         return torch.autocast(device.type, torch.bfloat16, enabled=args.amp == "bf16")

@@ -15,7 +15,7 @@ from sebulba_runs import ALONE
 import leanrl.cleanba_ppo as ppo
 import leanrl.sebulba.args
 import leanrl.sebulba.collectives as collectives
-from leanrl.sebulba import supervisor
+from leanrl.sebulba import randomness, supervisor
 from leanrl.sebulba.actor import ActingAgent, ActorThread
 from leanrl.sebulba.args import SebulbaArgs, pool_threads
 from leanrl.sebulba.collectives import RUN, sum_in_order
@@ -292,6 +292,13 @@ def test_noise_is_the_same_wherever_its_row_is_in_a_batch(space):
             assert np.array_equal(whole[:, first:last], noise(1, range(first, last), 1, space))
 
 
+@pytest.mark.parametrize("bits", [0, -1])
+@pytest.mark.parametrize("space", [Discrete(5), Box(-1, 1, (5,))], ids=["discrete", "continuous"])
+def test_noise_is_finite_for_the_first_and_last_number(monkeypatch, space, bits):
+    monkeypatch.setattr(randomness, "random_bits", lambda seed, draws: torch.full_like(draws, bits))
+    assert np.isfinite(noise(1, range(2), 1, space)).all()
+
+
 def test_random_bits_are_splitmix64s():
     """Those that follow from the state 1234567, as published with the generator."""
     states = torch.tensor(1234567) + INCREMENT * torch.arange(1, 4)
@@ -452,7 +459,7 @@ def test_what_128_devices_tell_each_other(monkeypatch, text, groups, learner):
     rollout.returns[::16, ::4] = 1.0  # an episode ends every 64 steps
     pieces = [(piece, Header(1)) for piece in layout.pieces_of_learner(learner)]
     monkeypatch.setattr(ours, "start", lambda sends, *args: sent.extend(rank for rank, _ in sends) or [])
-    assert ours.gather_signs((False, 7)) == [[0, 7]] * layout.num_learners
+    assert ours.gather_ints((False, 7)) == [[0, 7]] * layout.num_learners
     reports = ours.gather_reports(Report(*TIMES, pieces, ended_episodes(layout, {shard: rollout})))
     ours.pass_params(torch.zeros(10))
     assert world.groups == groups

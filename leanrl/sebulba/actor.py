@@ -56,7 +56,7 @@ class ActingAgent:
 
 @dataclass
 class ActorThread:
-    """Plays all rollouts of the run from its start or resume, each with the parameters that are due.
+    """Plays the run's rollouts, from the first or from where the run resumes, each with the parameters that are due.
 
     Attributes:
         name: its name in error messages.
@@ -245,9 +245,8 @@ class ThreadRollout:
         """Writes what the environments returned, arrays [n]; ``resets`` is where this step only reset them."""
         self._lap("env_step")
         outcome, dones = self._outcome, terminations | truncations
-        told = {"rewards": rewards, "terminations": terminations, "dones": dones, "resets": resets}
-        for name, values in told.items():
-            outcome[name][step] = values
+        outcome["rewards"][step], outcome["terminations"][step] = rewards, terminations
+        outcome["dones"][step], outcome["resets"][step] = dones, resets
         raw_rewards, ends = whole_games(rewards, dones, infos)
         ended = self._thread.episodes.add_step(raw_rewards, ends, resets)
         outcome["returns"][step, ends], outcome["lengths"][step, ends] = ended

@@ -45,9 +45,9 @@ class SebulbaArgs(RunArgs):
     num_actor_threads: int = 2
     """actor threads on each actor device"""
     actor_device_ids: tuple[int, ...] = (0,)
-    """devices of a group that act"""
+    """ids of a group's acting devices"""
     learner_device_ids: tuple[int, ...] = (0,)
-    """devices of a group that learn; a device in both lists does both in one process"""
+    """ids of a group's learning devices; a device in both lists does both in one process"""
     distributed: bool = False
     """this is one of several SLURM tasks, each with its own group"""
     policy_lag: int | Literal["newest"] = 0
@@ -60,7 +60,7 @@ class SebulbaArgs(RunArgs):
     start_timeout: float = 600.0
     """seconds that each step of the start-up may take: imports, meeting the other processes, compilation"""
     timeout: float = 1800.0
-    """after start-up, seconds of waiting that end the run as stalled; must exceed any update or rollout"""
+    """after start-up, a wait of this many seconds ends the run as stalled; must exceed any update or rollout"""
 
     log_frequency: int = 10
     """updates between log points"""
@@ -152,7 +152,7 @@ def learner_threads(args: SebulbaArgs, layout: Layout, is_image: bool) -> int:
     """CPU threads of PyTorch in a learner's process.
 
     By default all cores if nothing else needs them and the work is large: if this is the only process, the lag is 0,
-    ``--exact-reduction`` is off, and observations are images or minibatches large. Acting uses 1.
+    ``--exact-reduction`` is off, and observations are images or minibatches are large. Acting uses 1.
     """
     # Spinning threads take cores from everything else, and the last bits of a sum depend on their number.
     alone = len(layout.members) == 1 and args.policy_lag == 0 and not args.exact_reduction

@@ -165,15 +165,15 @@ class Collectives:
         self.all_reduce_seconds += time.perf_counter() - start
         return total
 
-    def gather_signs(self, sign: Sequence[int]) -> list[Sequence[int]]:
-        """All learners' ``sign``, a few integers each (stop request, checksum), on every learner."""
+    def gather_ints(self, values: Sequence[int]) -> list[Sequence[int]]:
+        """All learners' ``values``, a few integers each (stop request, checksum), on every learner."""
         if self._learners is None:
-            return [sign]
-        message = torch.tensor(sign, dtype=torch.int64, device=self._device)
-        signs = [torch.empty_like(message) for _ in range(self._layout.num_learners)]
+            return [values]
+        message = torch.tensor(values, dtype=torch.int64, device=self._device)
+        gathered = [torch.empty_like(message) for _ in range(self._layout.num_learners)]
         with waiting_for("another learner, after its update"):
-            dist.all_gather(signs, message, group=self._learners)
-        return torch.stack(signs).tolist()
+            dist.all_gather(gathered, message, group=self._learners)
+        return torch.stack(gathered).tolist()
 
     def gather_reports(self, report: Report) -> list[Report]:
         """Every learner's report on the lead; an empty list on the others."""

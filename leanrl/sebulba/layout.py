@@ -149,8 +149,7 @@ class Layout:
     def pieces_of_learner(self, learner: int) -> list[Piece]:
         """What a learner trains on, in the order of the environments."""
         threads = itertools.product(range(self.num_actors), range(self.num_actor_threads))
-        pieces = itertools.chain.from_iterable(itertools.starmap(self.pieces_of_thread, threads))
-        return [piece for piece in pieces if piece.learner == learner]
+        return [piece for thread in threads for piece in self.pieces_of_thread(*thread) if piece.learner == learner]
 
     @classmethod
     def of(cls, args, num_groups: int = 1) -> "Layout":
@@ -160,6 +159,6 @@ class Layout:
         layout = cls(*ids, num_groups, args.num_actor_threads, args.local_num_envs, args.num_shards)
         if args.exact_reduction and args.local_num_envs % layout.shard_size:
             needed = layout.num_envs // math.gcd(args.local_num_envs, layout.shard_size)
-            remedy = f"holds no whole shards of {layout.shard_size} environments, which --exact-reduction needs"
+            remedy = f"is not a whole number of shards of {layout.shard_size} environments, as --exact-reduction needs"
             raise bad("local_num_envs", args.local_num_envs, f"{remedy}; use --num-shards {needed}")
         return layout

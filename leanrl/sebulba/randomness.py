@@ -58,7 +58,7 @@ def action_noise(seed: int, envs: range, steps: range, space: gym.Space, device:
     draws = step.view(-1, 1, 1) * size + number
     bits = random_bits(seed, (env.view(-1, 1) << DRAWS_BITS) + draws)
     # Never 0 or 1. In float64: a row's place in its batch may change a logarithm's last bits, which float32 drops.
-    uniform = (_shifted(bits, 12) + 0.5) * 2.0**-52
+    uniform = (_shifted(bits, 12).double() + 0.5) * 2.0**-52
     if isinstance(space, gym.spaces.Box):
         return torch.special.ndtri(uniform).float()
     return uniform.log_().neg_().log_().neg_().float()

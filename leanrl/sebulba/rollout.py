@@ -11,7 +11,7 @@ ALIGNMENT = 64
 
 
 class Header(NamedTuple):
-    """What comes with a piece of a rollout. Times are in seconds; ``started`` and ``ended`` are of time.time()."""
+    """What comes with a piece of a rollout. Times are in seconds; ``started`` and ``ended`` are from time.time()."""
 
     rollout: float = 0
     """number, from 1"""

@@ -22,7 +22,7 @@ from leanrl.support.cli import run_directory
 from leanrl.support.errors import bad
 
 POLL_SECONDS = 0.1
-# After the first failure the others have this long to report theirs: a dead process's peers may be first to fail.
+# After the first failure the others have this long to report theirs: the first one heard may be a mere consequence.
 EXPLAIN_SECONDS = 1.0
 # A live process writes every HEARTBEAT_SECONDS once its imports are done.
 SILENT_SECONDS = 10 * HEARTBEAT_SECONDS

@@ -143,10 +143,11 @@ class Worker:
         if run is not None:
             # After an early stop the threads wait in vain, which would count as a stall if saving took long.
             self._stop_threads()
-            run.finish(self._state_dict())
+            summary = run.finish(self._state_dict())
+            self._stop.__exit__()  # all is saved, so a signal may end what follows
             if self._args.evaluate_episodes is not None:
                 run.evaluate(self._args.evaluate_episodes)
-            if self._args.upload_model:
+            if self._args.upload_model and not summary["interrupted"]:
                 print(f"model: {upload_run(run.dir, self._args.hf_entity)}", flush=True)
         self._collectives.finish(self._pipeline.travelling)  # after an early stop: a rollout nobody needs
 
@@ -165,8 +166,8 @@ class Worker:
         is_last = number == self._start.num_updates
         check = number % self._args.checksum_frequency == 0 or is_last
         asked_to_stop = self._asked_to_stop() or any(header.stop for _, header in self._pieces)
-        sign = (asked_to_stop, checksum(params) if check else 0)
-        stops, checksums = zip(*collectives.gather_signs(sign), strict=True)
+        values = (asked_to_stop, checksum(params) if check else 0)
+        stops, checksums = zip(*collectives.gather_ints(values), strict=True)
         for learner, sum_of_bits in enumerate(checksums):
             if sum_of_bits != checksums[0]:
                 names = [self._layout.learner(i).name for i in (learner, 0)]

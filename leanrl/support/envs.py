@@ -99,8 +99,8 @@ class SerialVectorEnv(SyncVectorEnv):
         return self.envs[0].render()
 
 
-# By name without version: which of the observations [N, ...] are terminal. Gymnasium's rules; those that ask whether
-# the agent is healthy (``~``) are written so that NaN is unhealthy.
+# Gymnasium's termination rules, by name without version: which of the observations [N, ...] are terminal. Rules that
+# ask whether the agent is healthy are negated (``~``), so that NaN counts as unhealthy.
 TERMINATED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     # Gymnasium also ends Hopper at velocities above 100, but the observation clips them at 10.
     "Hopper": lambda obs: ~((obs[:, 0] > 0.7) & (np.abs(obs[:, 1]) < 0.2) & (np.abs(obs[:, 1:]) < 100).all(1)),

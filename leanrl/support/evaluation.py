@@ -21,7 +21,7 @@ from leanrl.support.cli import read_args_json
 from leanrl.support.envs import EnvBackend, make_envs, require_envpool_env
 from leanrl.support.errors import UsageError
 
-# A game repeats itself exactly, so the same best moves can go on for ever.
+# Games are deterministic: without these, a policy could repeat the same moves for ever.
 RANDOM_ATARI_ACTIONS = 0.01
 
 # Far from every training environment's index, so that evaluation never repeats a training seed.
@@ -63,7 +63,7 @@ def play(
 ) -> list[float]:
     """Plays a whole episode in each of ``episodes`` environments; the same arguments give the same returns.
 
-    Actions are the policy's best or mean ones; in Atari games 1 in 100 is random.
+    Actions are deterministic (the policy's best or mean action), except that in Atari games 1 in 100 is random.
 
     Args:
         run_dir: a run directory with ``model.pt``.

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 import torch
 from torch.utils._pytree import tree_leaves
 
-# Runs before a CUDA graph is captured.
+# Ordinary calls before a CUDA graph is captured.
 CUDAGRAPH_WARMUP = 3
-# Calls that take a function through compilation, capture and a replay.
+# Enough calls to compile, capture and replay a function.
 WARMUP_CALLS = CUDAGRAPH_WARMUP + 2
 # Priority of a CUDA stream whose kernels run before those waiting on streams of the default priority, 0.
 URGENT = -1

@@ -224,7 +224,7 @@ class Run:
         if self.args.amp == "bf16" and self.device.type == "cpu" and not has_bf16_units():
             print("warning: --amp bf16: this processor has no bf16 units, float32 is faster on it", file=sys.stderr)
         say(f"{self.script}: {self.args.env_id}, seed {self.args.seed}, {self.device}, in {self.dir}")
-        # Without tqdm's own rate, which includes the warm-up (as its time left does, less and less).
+        # Without tqdm's own rate, which includes the warm-up. (So does its time left, but that matters less and less.)
         bar_format = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
         counts = {"total": self.total_steps, "initial": self.global_step, "unit_scale": True}
         # disable=None: only on a terminal.
@@ -389,15 +389,17 @@ class Run:
             "interrupted": self._stop.requested and self.global_step < self.total_steps,
         }
         write_json_atomically(self.dir / "summary.json", summary)
-        if self.model is not None and (self.args.save_model or self.args.capture_video):
+        if self.model is None:
+            return summary
+        if self.args.save_model or self.args.capture_video:
             save_atomically({"model": self.model()}, self.dir / "model.pt")
-        if self.model is not None and self.args.capture_video and not self._stop.requested:
+        if self.args.capture_video and not self._stop.requested:
             self._stop.__exit__()  # all is saved, so a signal may end the filming
             say("filming one episode")
             video = self.dir / "videos" / "episode.mp4"
             play(self.dir, episodes=1, video=video)
             say(f"video: {video}")
-        if self.model is not None and not self._progress.disable:
+        if not self._progress.disable:
             self._progress.close()
             run_dir = shlex.quote(str(self.dir))
             go_on = f"; go on: ./run.sh {self.script} --resume {run_dir} --max-seconds None"
