@@ -71,15 +71,15 @@ PPO = (
     "ppo_continuous_action_torchcompile:compile --env-backend envpool --num-envs 8 --num-steps 256"
     " --learning-rate 7e-4 --update-epochs 6"
 )
-PPO_ATARI = f"ppo_atari_envpool_torchcompile:compile{BF16} --num-envs 16 --num-steps 64 --learning-rate 1e-3"
+PPO_ATARI = f"ppo_atari_envpool_torchcompile:compile{BF16} --norm-obs --num-envs 16 --num-steps 64 --learning-rate 1e-3"
 TASKS = {
     "cartpole": Task("CartPole-v1", 475, PQN, 10),
     "cheetah5k": Task("HalfCheetah-v5", 5_000, FAST_SAC, 50),
     "cheetah10k": Task("HalfCheetah-v5", 10_000, FAST_SAC, 120),
     "cheetah-run": Task("CheetahRun-v1", 700, f"{FAST_SAC} --v-min -10 --v-max 100", 150),
     "hopper": Task("Hopper-v5", 2_500, PPO, 20),
-    "pong": Task("Pong-v5", 18, f"{PPO_ATARI} --channels 8 --norm-obs --gamma 0.97 --total-timesteps 1200000", 200),
-    "breakout": Task("Breakout-v5", 100, f"{PPO_ATARI} --channels 16 --total-timesteps 3000000", 1_800),
+    "pong": Task("Pong-v5", 18, f"{PPO_ATARI} --channels 8 --gamma 0.97 --total-timesteps 1200000", 200),
+    "breakout": Task("Breakout-v5", 100, f"{PPO_ATARI} --channels 16 --update-epochs 2 --total-timesteps 2000000", 750),
 }
 
 
