@@ -66,5 +66,5 @@ def _start_wandb(run_dir: Path, args):
     # Without a key, wandb.init would prompt for one. `wandb sync` uploads an offline run later.
     mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False, verify=False) else "offline")
     where = {"project": args.wandb_project_name, "entity": args.wandb_entity, "dir": str(run_dir)}
-    resume = "allow" if mode == "online" and args.resume is not None else None
+    resume = "allow" if mode == "online" else None
     return wandb.init(**where, name=run_dir.name, id=run_dir.name, resume=resume, config=vars(args), mode=mode)
