@@ -1,9 +1,13 @@
 """Uploads to the Hugging Face Hub: what its library is asked for, which sends nothing here."""
 
+import os
+import signal
 from unittest.mock import create_autospec
 
 import pytest
 from sebulba_runs import run_alone, tiny
+
+from leanrl.support.run import Run
 
 huggingface_hub = pytest.importorskip("huggingface_hub", reason="requirements/requirements-hub.txt is not installed")
 
@@ -37,6 +41,13 @@ def test_a_refused_upload_keeps_the_model(monkeypatch, capsys, tmp_path, api):
     assert upload(monkeypatch, tmp_path) == 1
     assert "RuntimeError: --upload-model: Invalid username" in capsys.readouterr().err.splitlines()[-1]
     assert (tmp_path / "run" / "model.pt").exists()
+
+
+def test_an_interrupted_run_is_not_uploaded(monkeypatch, tmp_path, api):
+    log = Run.log
+    monkeypatch.setattr(Run, "log", lambda *point: (os.kill(os.getpid(), signal.SIGTERM), log(*point)))
+    assert upload(monkeypatch, tmp_path, "--total-timesteps=1000000", "--log-frequency=1") == 0
+    assert (tmp_path / "run" / "model.pt").exists() and not api.create_repo.called
 
 
 def test_nobody_logged_in_is_told_at_once(monkeypatch, capsys, tmp_path):

@@ -251,6 +251,13 @@ def test_a_trained_agent_is_evaluated(monkeypatch, tmp_path):
     assert logged == {"global_step": 40960, "evaluation/episodic_return": np.mean(returns)}
 
 
+def test_signals_end_the_final_evaluation(monkeypatch, tmp_path):
+    usual, during = signal.getsignal(signal.SIGTERM), []
+    monkeypatch.setattr("leanrl.support.run.play", lambda *_: during.append(signal.getsignal(signal.SIGTERM)) or [0.0])
+    assert run_alone(monkeypatch, "cleanba_ppo", *tiny(tmp_path, "--total-timesteps=512", "--evaluate-episodes=1")) == 0
+    assert during == [usual]
+
+
 def test_a_saved_agent_plays_its_likeliest_actions():
     torch.manual_seed(0)
     agent, obs = cleanba_ppo.VectorAgent(4, 3), torch.randn(100, 4)
