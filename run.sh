@@ -20,7 +20,7 @@ usage() {
 Environment variables:
   LEANRL_TORCH_INDEX   package index for PyTorch, e.g. https://download.pytorch.org/whl/cpu for a machine without a GPU
                        (by default pip's own index, which on Linux brings the CUDA build)
-  PYTHON               the Python (3.11 or later) that makes .venv
+  PYTHON               the Python (3.11 to 3.13) that makes .venv
 EOF
 }
 
@@ -29,12 +29,13 @@ die() {
   exit 2
 }
 
-# The first Python that is new enough, in $python.
+# The first Python for which every package has wheels, in $python.
 find_python() {
-  for python in ${PYTHON:-python3 python3.13 python3.12 python3.11 python}; do
-    if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then return; fi
+  set -- python3 python3.13 python3.12 python3.11 python
+  for python in "${PYTHON:-$@}"; do
+    if "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then return; fi
   done
-  die "no Python 3.11 or later found; install one and name it with PYTHON=/path/to/python3 ./run.sh"
+  die "no Python 3.11 to 3.13 found; install one and name it with PYTHON=/path/to/python3 ./run.sh"
 }
 
 make_venv() {
@@ -53,16 +54,16 @@ pip_install() {
     die "pip could not install $*; a second ./run.sh goes on from here"
 }
 
-# install GROUP...: requirements/requirements[-GROUP].txt, once for each version of the files. Every script and tool gets
-# the environments, MuJoCo and EnvPool; what only a flag needs (the Hub, the peers) is named with its command where it is
-# missing.
+# install GROUP...: requirements/requirements[-GROUP].txt, once for each version of the files and each folder. Every script
+# and tool gets the environments, MuJoCo and EnvPool; what only a flag needs (the Hub, the peers) is named with its command
+# where it is missing.
 install() {
   local group file stamp want
   make_venv
   for group in "$@"; do
     file=requirements/requirements${group:+-$group}.txt
     stamp=.venv/installed${group:+-$group}
-    want="$(cat "$file") index=${LEANRL_TORCH_INDEX:-}"
+    want="$(cat "$file") index=${LEANRL_TORCH_INDEX:-} in $PWD"
     if [ "$(cat "$stamp" 2>/dev/null)" = "$want" ]; then continue; fi
     echo "installing $file"
     if [ -z "$group" ] && [ -n "${LEANRL_TORCH_INDEX:-}" ]; then
@@ -123,12 +124,17 @@ test)
 bench)
   install "" mujoco envpool dev peers
   case ${1:--} in
-  -*) for line in PPO SAC TD3 DQN PPO-Atari; do bench "$line" "$@"; done ;;
+  -*)
+    failed=0
+    # 1: a run of this line failed, and the others go on.
+    for line in PPO SAC TD3 DQN PPO-Atari; do bench "$line" "$@" || { [ $? -eq 1 ] && failed=1; }; done
+    exit $failed
+    ;;
   *) bench "$@" ;;
   esac
   ;;
 *)
-  name=$(basename "$command" .py)
+  name=$(basename -- "$command" .py)
   if [ -f "leanrl/$name.py" ] && [ "$name" != __init__ ]; then
     install "" mujoco envpool
     exec .venv/bin/python "leanrl/$name.py" "$@"

@@ -20,7 +20,8 @@ from leanrl.tools.trials import REPOSITORY, SCRIPTS
 TOOLS = sorted(path.stem for path in (SCRIPTS / "tools").glob("*.py") if "run_tool(main, Args)" in path.read_text())
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "doc").rglob("*.md"))]
 DOCUMENTS += [*sorted(SCRIPTS.glob("[!_]*.py")), *sorted((SCRIPTS / "tools").glob("[!_]*.py"))]
-COMMAND = r"(?:\./run\.sh|torchrun|python leanrl/|python -m leanrl)"
+VENV = r"(?:\.venv/bin/)?"
+COMMAND = rf"(?:\./run\.sh|{VENV}(?:torchrun|python leanrl/|python -m leanrl))"
 LINES = ("PPO", "SAC", "TD3", "DQN", "PPO-Atari")
 # What may stand for a page's capitals.
 WORDS = dict(SCRIPT="dqn_torchcompile", ENV="Acrobot-v1", SEED="1", AMP="bf16", LAG="0", LAYOUT="", FLAGS="")
@@ -36,7 +37,7 @@ def commands_in(path: Path) -> list[str]:
 
 def split(command: str) -> list[str]:
     """The words of a command line, optional ones too, as a call of run.sh without variables before it and comments."""
-    command = re.sub(r"torchrun .*?leanrl/|python leanrl/|python -m leanrl\.tools\.", "./run.sh ", command)
+    command = re.sub(rf"{VENV}(?:torchrun .*?leanrl/|python leanrl/|python -m leanrl\.tools\.)", "./run.sh ", command)
     command = re.sub(r"\b[A-Z]+\b", lambda match: WORDS.get(match[0], match[0]), re.sub(r"[][]", "", command))
     command = re.sub(r"\$\(cat (\S+)\)", lambda match: (REPOSITORY / match[1]).read_text(), command)
     words = shlex.split(re.sub(r"\$\(mktemp -d\)", "folder", command), comments=True)

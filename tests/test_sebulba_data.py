@@ -150,6 +150,13 @@ def test_ppo_learns_from_live_steps_and_their_targets(rollout):
         assert (losses[:2] - plain_losses(*told)).abs().min() > 1e-3
 
 
+def test_large_constants_have_no_negative_variance():
+    """Of the first batch, both terms of the variance are as large as the squares, and their rounding errors too."""
+    moments, values = RunningMoments((1000,), count=0.0), torch.logspace(3, 7, 1000, dtype=torch.float64)
+    moments.update(values.expand(96, -1))
+    assert moments(values).isfinite().all()
+
+
 def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
     """Of two shards, over two rollouts, step by step; what only resets an environment does not count."""
     generator, gamma, moments = torch.Generator().manual_seed(0), 0.9, RunningMoments((1,), count=0.0)

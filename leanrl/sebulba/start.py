@@ -133,7 +133,7 @@ def slurm_task(environ: Mapping[str, str]) -> SlurmTask:
         by_step = FIRST_PORT + (int(job) + STEP_STRIDE * int(step)) % NUM_PORTS
         port = int(environ.get("MASTER_PORT", by_step))
     except KeyError as error:
-        reason = "is not set; start with srun or torchrun, or leave the flag out"
+        reason = "is not set; start with srun or torchrun, or with --no-distributed"
         raise UsageError(f"--distributed: {error.args[0]} {reason}") from None
     except ValueError as error:
         raise UsageError(f"--distributed: SLURM's variables should be numbers ({error})") from None

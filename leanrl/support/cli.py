@@ -15,8 +15,8 @@ import tyro
 
 from leanrl.support.errors import UsageError, bad, typed
 
-MAY_CHANGE_ON_RESUME = {"total_timesteps", "max_seconds", "checkpoint_every", "resume", "device", "track"}
-MAY_CHANGE_ON_RESUME |= {"compile", "cudagraphs", "one_graph"}
+MAY_CHANGE_ON_RESUME = {"total_timesteps", "max_seconds", "checkpoint_every", "resume", "device", "track", "compile"}
+MAY_CHANGE_ON_RESUME |= {"cudagraphs", "one_graph", "distributed", "timeout", "start_timeout", "target_return"}
 
 
 @dataclasses.dataclass

@@ -144,7 +144,7 @@ def use_onednn_products() -> None:
 
 
 def cpu_name() -> str:
-    """The processor's name, as the operating system reports it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    entry = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
-    return entry[1].strip() if entry else platform.processor() or platform.machine()
+    """The processor's name and, on x86, the numbers that tell its generation."""
+    cpuinfo, pattern = Path("/proc/cpuinfo"), r"cpu family\s*: (\d+)\nmodel\s*: (\d+)\nmodel name\s*: (.*)"
+    entry = cpuinfo.exists() and re.search(pattern, cpuinfo.read_text())
+    return f"{entry[3]} (family {entry[1]}, model {entry[2]})" if entry else platform.processor() or platform.machine()

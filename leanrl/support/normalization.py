@@ -43,7 +43,8 @@ class RunningMoments(nn.Module):
         number, deviations, squares = sums.split([1, len(self.mean), len(self.mean)])
         total = self.count + number
         shift = deviations / total
-        self.var.copy_((self.var * self.count + squares) / total - shift**2)
+        # Of large equal values, rounding may leave less than nothing.
+        self.var.copy_(((self.var * self.count + squares) / total - shift**2).clamp(min=0))
         self.mean.add_(shift)
         self.count.copy_(total)
 

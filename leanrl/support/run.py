@@ -176,16 +176,16 @@ class Run:
         else:
             self.resumed = None
             if args.run_name is None:
-                args.run_name = f"{args.env_id.replace('/', '__')}__{self.script}__{args.seed}__{int(time.time())}"
+                # Nanoseconds: several runs may start at once.
+                args.run_name = f"{args.env_id.replace('/', '__')}__{self.script}__{args.seed}__{time.time_ns()}"
             self.dir = run_directory(args)
             try:
                 self.dir.mkdir(parents=True, exist_ok=True)
                 # A run that was killed before it wrote args.json does not count.
-                taken = any(path.name != "args.json.tmp" for path in self.dir.iterdir())
+                if (self.dir / "args.json").exists():
+                    raise bad("run_name", args.run_name, f"{self.dir} exists; continue it with --resume {self.dir}")
             except OSError as error:
                 raise bad("runs_dir", args.runs_dir, f"cannot be written ({error.strerror})") from None
-            if taken:
-                raise bad("run_name", args.run_name, f"{self.dir} exists; continue it with --resume {self.dir}")
         self._last_checkpoint = self._last_log = self.global_step
         self._first_optimizer_step = self.optimizer_steps
 
@@ -213,7 +213,8 @@ class Run:
         if self.args.resume is not None:
             # A later resume ends where this one does. Everything else stays as it was when the run started.
             facts = read_args_json(self.dir)
-            facts["args"] |= {name: arguments[name] for name in ("total_timesteps", "max_seconds")}
+            ends = ("total_timesteps", "max_seconds", "target_return")
+            facts["args"] |= {name: arguments[name] for name in ends if name in arguments}
         try:
             write_json_atomically(self.dir / "args.json", facts)
         except OSError as error:

@@ -548,6 +548,8 @@ def main(name: str, argv: list[str]) -> None:
     device = torch.device("cpu") if peer.module == "sbx" else model.device
     with Run(args, f"{name.partition(':')[0]}.py", device, total_steps) as run:
         peer.learn(model, run, timing)
+        if args.snapshot_seconds is not None:
+            run._save_snapshot()
         run.model = None  # `finish` would print advice that holds only for our scripts
         run.finish({})
     envs.close()

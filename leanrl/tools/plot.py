@@ -113,7 +113,7 @@ def read_run(run_dir: Path) -> list[Curve]:
         run |= {"global_step": points["global_step"], "wall_seconds": points["charts/wall_seconds"]}
         run |= {"episodic_return": points[RETURN].astype(float), "args": [facts["args"]] * len(points)}
         run["episodes"] = np.diff(points["charts/episodes"], prepend=0)
-        run["sps"] = summary.get("sps", rows[-1]["charts/SPS"])
+        run["sps"] = summary.get("sps", points["charts/SPS"].iloc[-1])
         run["final"] = summary.get("episodic_return")
         run["finished"] = bool(summary) and not summary["interrupted"]
         return [pd.DataFrame(run).astype({"final": float})]

@@ -218,11 +218,12 @@ def watch(script: str, flags: Sequence[str], steps: int, how: str) -> dict:
             session.close()
             return super().finish(*args, **kwargs)
 
-    def make_watched_envs(*args, **kwargs):
-        envs = make_envs(*args, **kwargs)
+    def make_watched_envs(env_id, num_envs, *rest, **options):
+        envs = make_envs(env_id, num_envs, *rest, **options)
         for name in ("send", "recv") if hasattr(envs, "send") else ("step",):
             setattr(envs, name, torch.profiler.record_function("env.step")(getattr(envs, name)))
-        found["alone"] = lambda: sps_alone(make_envs(*args, **kwargs))
+        # All of them, also where these are one group.
+        found["alone"] = lambda: sps_alone(make_envs(env_id, args.num_envs, *rest, **options))
         return envs
 
     name = "make_atari_envs" if on_images else "make_envs"
@@ -420,8 +421,9 @@ def measure_layouts(
         local_num_envs = learner_envs * len(learners)
         words = ["--actor-device-ids", "0", "--learner-device-ids", *learners, "--num-actor-threads=1"]
         words += [f"--local-num-envs={local_num_envs}", f"--num-threads={num_threads}", f"--env-threads={env_threads}"]
-        words += ["--policy-lag=0", "--num-shards=None", "--max-seconds=None", "--target-return=None"]
-        words += [f"--total-timesteps={(repeats + 1) * local_num_envs * args.num_steps}", "--log-frequency=1"]
+        words += [f"--{name}=None" for name in ("num-shards", "max-seconds", "target-return", "evaluate-episodes")]
+        total_steps = (repeats + 1) * local_num_envs * args.num_steps
+        words += ["--policy-lag=0", "--log-frequency=1", f"--total-timesteps={total_steps}"]
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, str(trials.SCRIPTS / f"{script}.py"), *flags, *words]
             trials.run_groups(script, [*command, f"--runs-dir={folder}", "--run-name=run"], 1)

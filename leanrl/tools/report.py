@@ -145,13 +145,11 @@ def learning(record: dict) -> str:
         return plot.finals_table(groups, with_speed=False)
     steps = [int(step) for step in record["at"].split(",")]
 
-    def at(curve: plot.Curve, step: int) -> float:
-        return running_mean(curve["episodic_return"], curve["episodes"])[(curve["global_step"] <= step).sum() - 1]
+    def at(curves: list[plot.Curve], step: int) -> str:
+        begun = [curve[curve["global_step"] <= step] for curve in curves if curve["global_step"].iloc[0] <= step]
+        return common.mean_std([running_mean(part["episodic_return"], part["episodes"])[-1] for part in begun])
 
-    rows = [
-        [*group, *(common.mean_std([at(curve, step) for curve in curves]) for step in steps)]
-        for group, curves in groups.items()
-    ]
+    rows = [[*group, *(at(curves, step) for step in steps)] for group, curves in groups.items()]
     return common.markdown_table(["environment", "group", *(f"at {step / 1e6:g}M" for step in steps)], rows)
 
 
