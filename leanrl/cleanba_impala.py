@@ -51,7 +51,7 @@ class Args(SebulbaArgs):
     protocol: Literal["cleanba", "cleanrl"] = "cleanba"
     """Atari rules; cleanba: sticky actions, all 18 actions and whole games; cleanrl: a lost life ends an episode"""
     total_timesteps: int = 50_000_000
-    """environment steps of the whole run"""
+    """environment steps of the whole run, rounded down to whole rollouts"""
     seed: int = 1
     """seed of the environments, the network and the exploration"""
     torso: Literal["auto", "impala", "nature", "mlp"] = "auto"
@@ -207,7 +207,7 @@ class ImageAgent(nn.Module):
 
     def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = self.torso(obs)
-        # In bf16 a value would have only three significant digits.
+        # bf16 keeps 8 significant bits: too few for a value.
         with torch.autocast(obs.device.type, enabled=False):
             hidden = hidden.float()
             return self.actor(hidden), self.critic(hidden).squeeze(-1)
@@ -242,7 +242,7 @@ NETWORK_FLAGS = ("torso", "channels", "hiddens")
 def make_agent(space: gym.spaces.Box, action_space: gym.Space, args: Args) -> nn.Module:
     """The network that ``--torso`` names, or that suits the observations. UsageError if they do not fit."""
     if not isinstance(action_space, gym.spaces.Discrete):
-        raise bad("env_id", args.env_id, "has continuous actions; this script needs Discrete ones, unlike cleanba_ppo")
+        raise bad("env_id", args.env_id, "has continuous actions; this script needs discrete ones, try cleanba_ppo.py")
     num_actions = int(action_space.n)
     is_image = space.dtype == np.uint8 and len(space.shape) == 3
     torso = args.torso if args.torso != "auto" else "impala" if is_image else "mlp"

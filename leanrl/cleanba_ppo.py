@@ -56,7 +56,7 @@ class Args(SebulbaArgs):
     protocol: Literal["cleanba", "cleanrl"] = "cleanba"
     """Atari rules; cleanba: sticky actions, all 18 actions and whole games; cleanrl: a lost life ends an episode"""
     total_timesteps: int = 50_000_000
-    """environment steps of the whole run"""
+    """environment steps of the whole run, rounded down to whole rollouts"""
     seed: int = 1
     """seed of the environments, the network, the minibatches and the exploration"""
     torso: Literal["auto", "impala", "nature", "mlp"] = "auto"
@@ -118,7 +118,7 @@ def validate_shards(args: Args, layout: Layout) -> None:
         needed = f"times --gradient-accumulation-steps {args.gradient_accumulation_steps} must divide"
         raise bad("num_minibatches", args.num_minibatches, f"{needed} the {num_rows} steps of a shard's rollout")
     if args.norm_adv and num_rows // num_slices < 2:
-        raise bad("num_minibatches", args.num_minibatches, "leaves minibatches of 1, which --norm-adv cannot normalise")
+        raise bad("num_minibatches", args.num_minibatches, "leaves 1 step per shard and slice: too few for --norm-adv")
 
 
 # ---------------------------------------------------------------------------------------------------------- NETWORKS
@@ -216,7 +216,7 @@ class ImageAgent(nn.Module):
 
     def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = self.torso(obs)
-        # In bf16 a value would have only three significant digits.
+        # bf16 keeps 8 significant bits: too few for a value.
         with torch.autocast(obs.device.type, enabled=False):
             hidden = hidden.float()
             return self.actor(hidden), self.critic(hidden).squeeze(-1)
@@ -280,7 +280,7 @@ def make_agent(space: gym.spaces.Box, action_space: gym.Space, args: Args) -> nn
     if torso == "mlp":
         return (ContinuousAgent if is_continuous else VectorAgent)(int(np.prod(space.shape)), out_dim)
     if is_continuous:
-        raise bad("env_id", args.env_id, f"has continuous actions, but --torso {torso} has none; use --torso mlp")
+        raise bad("env_id", args.env_id, f"has continuous actions: use --torso mlp, not {torso}")
     if not is_image or (torso == "nature" and space.shape[1:] != (84, 84)):
         raise bad("torso", torso, f"is for images; observations are {space.dtype} of shape {space.shape}")
     if torso == "nature":
@@ -635,7 +635,7 @@ def main(args: Args) -> None:
                 orders = [shard_generator(args.seed, shard, epoch).permutation(num_rows) for shard in worker.shards]
                 b_inds = [torch.from_numpy(order).to(device) for order in orders]
                 losses += train_epoch(b_inds, gradients, step, worker.sum_over_shards, args) / args.update_epochs
-            if is_continuous:  # only now, so that actors and learners normalise a rollout alike
+            if is_continuous:  # only now, so that at policy lag 0 actors and learners normalise a rollout alike
                 sums = [agent.obs_moments.sums(batch.obs[:-1].flatten(2), batch.weights) for batch in batches]
                 agent.obs_moments.add(worker.sum_over_shards(sums))
             worker.publish(Losses(*losses), optimizer_steps=args.update_epochs * args.num_minibatches)

@@ -102,7 +102,7 @@ def validate(args: Args) -> None:
     require_at_least(args, 0, "target_entropy_ratio")
     require_positive(args, "policy_lr", "q_lr", "alpha")
     if not -math.inf < args.v_min < args.v_max < math.inf:
-        raise bad("v_max", args.v_max, f"is not above --v-min {args.v_min}, or one of them is infinite")
+        raise bad("v_max", args.v_max, f"must be above --v-min {args.v_min}, and both must be finite")
 
 
 # ---------------------------------------------------------------------------------------------------------- NETWORKS
@@ -265,8 +265,8 @@ def make_update(
 ) -> tuple[Callable, Losses]:
     """The function that trains on one batch, and the losses that it writes.
 
-    ``update(with_actor)``: every update trains the critics and the entropy coefficient ``log_alpha.exp()``; the flag
-    says whether this one also trains the actor.
+    ``update(with_actor)``: every update trains the critics and, with ``--autotune``, the entropy coefficient
+    ``log_alpha.exp()``; the flag says whether this one also trains the actor.
     """
     device = replay.rows.device
     target_entropy = -args.target_entropy_ratio * len(actor.low)

@@ -9,7 +9,7 @@ The same program as fast_sac.py: read that first, then diff the two to see what 
 
 What differs (speed-ups measured for SAC: doc/optimizations.md):
 - a step of the environments costs one copy to the device, one call and one copy back; with more than one update per
-  step, one call each to write to the replay, for every update, and to act;
+  step, one call writes to the replay, one call does each update, and one acts;
 - torch.compile traces ``loss.backward()`` and the step of our own Adam, so an update is one graph;
 - with ``--one-graph`` a step is one CUDA graph, copies included (leanrl/support/onegraph.py).
 
@@ -121,7 +121,7 @@ def validate(args: Args) -> None:
     require_at_least(args, 0, "target_entropy_ratio")
     require_positive(args, "policy_lr", "q_lr", "alpha")
     if not -math.inf < args.v_min < args.v_max < math.inf:
-        raise bad("v_max", args.v_max, f"is not above --v-min {args.v_min}, or one of them is infinite")
+        raise bad("v_max", args.v_max, f"must be above --v-min {args.v_min}, and both must be finite")
 
 
 # ---------------------------------------------------------------------------------------------------------- NETWORKS
@@ -284,8 +284,8 @@ def make_update(
 ) -> tuple[Callable, Losses]:
     """The function that trains on one batch, and the losses that it writes.
 
-    ``update(with_actor)``: every update trains the critics and the entropy coefficient ``log_alpha.exp()``; the flag
-    says whether this one also trains the actor.
+    ``update(with_actor)``: every update trains the critics and, with ``--autotune``, the entropy coefficient
+    ``log_alpha.exp()``; the flag says whether this one also trains the actor.
     """
     device = replay.rows.device
     target_entropy = -args.target_entropy_ratio * len(actor.low)
@@ -386,8 +386,8 @@ def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray
 def make_executables(observe: Callable, update: Callable, act: Callable, args: Args, device: torch.device) -> Callable:
     """The function ``advance(timestep_cpu, turns) -> actions``, compiled and captured as the flags say.
 
-    It observes, does one update for each entry of ``turns`` (the update's arguments) and acts. That is one executable
-    for at most one update, or with ``--one-graph``; else several. ``timestep_cpu`` is pinned if the device is a GPU.
+    It observes, does one update for each entry of ``turns`` (the update's arguments) and acts: in one executable with
+    ``--one-graph`` or at most one update, else in one for each part. ``timestep_cpu`` is pinned if the device is a GPU.
     """
     # Each is compiled by its first call, so those that a run does not need cost nothing.
     compiled = partial(make_executable, device=device, compile=args.compile, cudagraphs=False)

@@ -58,7 +58,7 @@ class Args(RunArgs):
     env_id: str = "Breakout-v5"
     """Atari game, as EnvPool names it"""
     total_timesteps: int = 10_000_000
-    """environment steps of the whole run, of 4 frames each"""
+    """environment steps of the whole run, of 4 frames each, rounded down to whole rollouts"""
     seed: int = 1
     """seed of the environments, the network and the exploration"""
     device: str = "auto"
@@ -166,7 +166,7 @@ class Agent(nn.Module):
     def forward(self, obs: torch.Tensor) -> tuple[Categorical, torch.Tensor]:
         """uint8 [B, 4, 84, 84] -> distribution of the actions [B], value [B]"""
         hidden = self.network(obs / 255.0 if self.obs_moments is None else self.normalized(obs))
-        # In bf16 a value would have only three significant digits.
+        # bf16 keeps 8 significant bits: too few for a value.
         with torch.autocast(obs.device.type, enabled=False):
             hidden = hidden.float()
             return Categorical(logits=self.actor(hidden), validate_args=False), self.critic(hidden).squeeze(-1)

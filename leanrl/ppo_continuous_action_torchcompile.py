@@ -46,7 +46,7 @@ class Args(RunArgs):
     env_id: str = "HalfCheetah-v5"
     """environment with continuous actions; Dict observations are flattened in the order of their keys"""
     total_timesteps: int = 1_000_000
-    """environment steps of the whole run"""
+    """environment steps of the whole run, rounded down to whole rollouts"""
     seed: int = 1
     """seed of the environments, the network and the exploration noise"""
     device: str = "auto"

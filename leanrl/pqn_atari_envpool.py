@@ -40,7 +40,7 @@ class Args(RunArgs):
     env_id: str = "Breakout-v5"
     """Atari game, as EnvPool names it"""
     total_timesteps: int = 10_000_000
-    """environment steps of the whole run, of 4 frames each"""
+    """environment steps of the whole run, of 4 frames each, rounded down to whole rollouts"""
     seed: int = 1
     """seed of the environments, the network and the exploration"""
     device: str = "auto"

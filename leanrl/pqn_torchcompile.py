@@ -44,7 +44,7 @@ class Args(RunArgs):
     env_id: str = "CartPole-v1"
     """environment with discrete actions and a vector of numbers as observation"""
     total_timesteps: int = 500_000
-    """environment steps of the whole run"""
+    """environment steps of the whole run, rounded down to whole rollouts"""
     seed: int = 1
     """seed of the environments, the network and the exploration"""
     device: str = "auto"

@@ -10,7 +10,7 @@ The same program as td3_continuous_action.py: read that first, then diff the two
 What differs (measured speed-ups: doc/optimizations.md):
 - an environment step costs one copy to the device, one call and one copy back: the call writes the transition to the
   replay, samples a batch, trains critics and actor, updates the target networks, and acts;
-  with more than one update per step, one call each to write to the replay, for every update, and to act;
+  with more than one update per step, one call writes to the replay, one call does each update, and one acts;
 - torch.compile traces ``loss.backward()`` and the step of our own Adam, so an update is one graph;
 - with ``--one-graph`` a step is one CUDA graph, copies included (leanrl/support/onegraph.py).
 
@@ -278,8 +278,8 @@ def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray
 def make_executables(observe: Callable, update: Callable, act: Callable, args: Args, device: torch.device) -> Callable:
     """The function ``advance(timestep_cpu, turns) -> actions``, compiled and captured as the flags say.
 
-    It observes, does one update for each entry of ``turns`` (the update's arguments) and acts. That is one executable
-    for at most one update, or with ``--one-graph``; else several. ``timestep_cpu`` is pinned if the device is a GPU.
+    It observes, does one update for each entry of ``turns`` (the update's arguments) and acts: in one executable with
+    ``--one-graph`` or at most one update, else in one for each part. ``timestep_cpu`` is pinned if the device is a GPU.
     """
     # Each is compiled by its first call, so those that a run does not need cost nothing.
     compiled = partial(make_executable, device=device, compile=args.compile, cudagraphs=False)

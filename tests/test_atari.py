@@ -167,7 +167,7 @@ def test_protocols():
 
 NO_GAMES = {"Brekout-v5": "did you mean Breakout-v5", "pong-v5": "did you mean Pong-v5", "Catch-v0": "did you mean "}
 NO_GAMES |= {"BreakoutNoFrameskip-v4": "did you mean Breakout-v5"}
-NO_GAMES |= dict.fromkeys(["HalfCheetah-v5", ""], "they are named as in Breakout-v5")
+NO_GAMES |= dict.fromkeys(["HalfCheetah-v5", ""], "names look like Breakout-v5")
 
 
 @pytest.mark.parametrize("env_id, hint", NO_GAMES.items())

@@ -343,7 +343,7 @@ def test_a_terminal_sees_where_the_run_is_a_bar_and_what_next(script, tmp_path, 
         flags = ["--runs-dir", tmp_path, "--run-name=begun", "--total-timesteps=640", "--max-seconds=1e-6"]
         assert run(script, *tiny(script), *flags) == 0
         begun = capsys.readouterr().err.splitlines()[-1]
-        assert begun.startswith(f"{tmp_path / 'begun'}: play: train with --save-model; go on: ./run.sh ")
+        assert begun.startswith(f"{tmp_path / 'begun'}: play: needs --save-model; continue: ./run.sh ")
         run_tiny(script, tmp_path, "--total-timesteps=128", "--save-model")
     out, err = capsys.readouterr()
     assert err.splitlines()[-1] == f"{tmp_path / 'run'}: play: ./run.sh evaluate {tmp_path / 'run'}"

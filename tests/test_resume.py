@@ -256,7 +256,7 @@ def test_a_moved_run_resumes_but_not_to_an_earlier_end(script, run_dir, capsys):
     moved = run_dir.rename(run_dir.parent / "moved")
     before = (moved / "args.json").read_text()
     assert run(script, "--resume", moved, "--total-timesteps", 512) == 2
-    reason = f"the run is already at step {FINISHED}; give the step at which to end"
+    reason = f"the run is already at step {FINISHED}; give a later step as the end of the run"
     assert capsys.readouterr().err == f"{script}.py: --total-timesteps 512: {reason}\n"
     assert (moved / "args.json").read_text() == before
     assert run(script, "--resume", moved, "--total-timesteps", FINISHED + 64) == 0

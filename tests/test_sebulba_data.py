@@ -41,7 +41,7 @@ def played_rollouts(monkeypatch, env_id: str, backend: str, num_steps: int, coun
     thread.start(ppo.play, ppo.make_act(acting, args), args)
     rollouts = []
     for number in range(1, count + 1):
-        (rollout,) = thread.take("the test")
+        (rollout,) = thread.take()
         rollouts.append(Rollout(*(x.clone() for x in rollout)))
         thread.give_back([rollout])
         thread.put_params(number, flatten(agent))

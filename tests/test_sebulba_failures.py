@@ -183,7 +183,7 @@ exchange = Pipeline.exchange
 
 def broken(self, number, stop):
     if number == 5 and self.member.rank == 0:
-        self.threads[0].take = lambda waiter: time.sleep(600)
+        self.threads[0].take = lambda: time.sleep(600)
     if number == 5 and self.member.rank == 1:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         threading.Timer(2, os.abort).start()

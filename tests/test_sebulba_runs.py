@@ -460,7 +460,7 @@ def test_resuming_with_other_groups_is_refused(monkeypatch, capsys, tmp_path):
     assert line in capsys.readouterr().err.splitlines()
     flags = ["--resume", tmp_path / "run", "--total-timesteps=2048"]
     assert run_alone(monkeypatch, "cleanba_ppo", *flags, WORLD_SIZE="2") == 2
-    reason = "was started with 16 environments in all, this start has 32; start as many groups as then"
+    reason = "was started with 16 environments in all, this start has 32; start the same number of groups as then"
     assert capsys.readouterr().err == f"cleanba_ppo.py: --resume {tmp_path / 'run'}: {reason}\n"
 
 
@@ -502,7 +502,7 @@ def test_another_run_at_the_port_is_refused_by_name(monkeypatch):
     ours = f"mine with flags {flags_digest(cleanba_ppo.Args(start_timeout=20))}"
     for theirs in ("theirs with flags 0123abcd", "mine with flags 0123abcd"):
         store.set("leanrl run", theirs)
-        words = f"{theirs} .*, while this process is of {ours}; set one for each"
+        words = f"{theirs} .*, while this process is of {ours}; give each run its own port"
         with pytest.raises(UsageError, match=f"^MASTER_PORT {store.port}: .*: {words}"):
             meets(monkeypatch, 1, store.port)
     # The same command once more, by mistake.
@@ -752,7 +752,7 @@ def test_more_bad_input(capsys, tmp_path, monkeypatch, flags, words):
 def test_ranks_that_do_not_fit_the_layout(capsys, tmp_path, monkeypatch):
     start = partial(run_alone, monkeypatch, "cleanba_ppo", *tiny(tmp_path), WORLD_SIZE="3")
     assert start("--learner-device-ids", "0", "1") == 2
-    assert "3 processes were started, but this layout has 2 a group" in capsys.readouterr().err
+    assert "3 processes were started, but this layout needs 2 per group" in capsys.readouterr().err
     assert start("--actor-device-ids", "--learner-device-ids") == 2
     assert "--actor-device-ids : needs at least one device" in capsys.readouterr().err
 

@@ -79,7 +79,7 @@ def test_what_fails_is_told_and_ctrl_c_keeps_what_was_measured(monkeypatch, caps
     row = ["policy as sums", "4,000,000", "500,000", "8.00x", "4.00 to 12.00", "3,500,000"]
     assert cells((tmp_path / "table.md").read_text()) == [row]
     assert call("--rows", "startup", "td3_bf16") == 130
-    assert "interrupted: the results of the runs so far" in capsys.readouterr().err
+    assert "interrupted: these are the results of the runs so far" in capsys.readouterr().err
     record = json.loads((tmp_path / "ablate.json").read_text())
     assert {line["row"] for line in record["rows"]} == {"startup", "collector"}
 
@@ -96,7 +96,7 @@ def test_groups_stand_for_their_rows(monkeypatch):
     ("flags", "message"),
     [
         (("--rows", "gea"), "--rows gea: no such row; did you mean gae?"),
-        (("--rows", "gae", "gae"), "--rows gae gae: needs at least one, and none twice"),
+        (("--rows", "gae", "gae"), "--rows gae gae: needs at least one value, and none repeated"),
         (("--repeats", "0"), "--repeats 0: must be at least 1"),
     ],
 )

@@ -43,18 +43,18 @@ ACTORS = "--contenders cleanba_ppo:eager --total-timesteps 30000 -- --device cpu
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (f"--contenders {FAST}:one-graph", "no such mode; there are eager, compile, cudagraphs, compile+cudagraphs"),
+        (f"--contenders {FAST}:one-graph", "no such mode; choose from eager, compile, cudagraphs, compile+cudagraphs"),
         ("--contenders ppo_continuos_action", "did you mean ppo_continuous_action"),
-        (f"--contenders {FAST}:eager {FAST}:eager", "none twice"),
+        (f"--contenders {FAST}:eager {FAST}:eager", "none repeated"),
         ("--contenders ppo_continuous_action ppo_continuous_action:eager", "more than once"),
         (f"--contenders {FAST}:cudagraphs -- --device cpu", "needs a CUDA device"),
-        (f"--contenders '{FAST} --compile'", "--compile: is set by this tool"),
+        (f"--contenders '{FAST} --compile'", "--compile: this tool sets it"),
         (f"--contenders '{FAST} bf16'", "bf16: not a flag"),
         ("--contenders sb3:PPA", "no such peer; did you mean sb3:PPO"),
         ("--contenders nobody:PPO", "-m pip install -r requirements/requirements-peers.txt"),
         ("--contenders 'sb3:PPO --env-backend=envpool'", "does not take"),
         ("--contenders 'sb3:SAC --amp=bf16'", "--amp bf16: the peers have no such mode"),
-        ("--contenders sb3:SAC -- --target-network-frequency=2", "the peers only have 1"),
+        ("--contenders sb3:SAC -- --target-network-frequency=2", "is a setting that the peers do not have"),
         ("--contenders sb3:PPO -- --target-kl=1", "means something else in each peer"),
         ("--contenders sb3:DQN --total-timesteps 1000000 -- --updates-per-step=0.00001", "less than the peers can do"),
         ("--contenders sb3:DQN --total-timesteps=10500", "warm-up of 10500 steps and a round of 10"),
@@ -63,9 +63,9 @@ ACTORS = "--contenders cleanba_ppo:eager --total-timesteps 30000 -- --device cpu
         ("ppo_continuous_action", "not a flag"),
         ("--max-seconds 0", "--max-seconds 0.0: must be above 0"),
         ("--sweep num-env 1", "did you mean num-envs"),
-        ("--sweep seed 1", "--seed is set by this tool"),
+        ("--sweep seed 1", "--seed this tool sets it"),
         ("--sweep num-envs", "must be a flag and numbers above 0"),
-        ("--sweep num-envs 1 -- --num_envs=4", "--num_envs=4: is set by this tool"),
+        ("--sweep num-envs 1 -- --num_envs=4", "--num_envs=4: this tool sets it"),
         (f"--sweep tau 2 --contenders {TD3}", "--tau 2.0: must be between 0 and 1"),
         (f"{ACTORS} --local-num-envs=192", "--total-timesteps 30000: is less than one rollout"),
     ],
@@ -186,7 +186,7 @@ def test_ctrl_c_ends_the_run_that_is_on(num_before, tmp_path):
     finally:
         process.kill()
     assert process.returncode == 130
-    told = "interrupted: the results of the runs so far" if num_before else "compare: interrupted"
+    told = "interrupted: these are the results of the runs so far" if num_before else "compare: interrupted"
     assert err.strip() == told and ("| good " in out) == (num_before > 0)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

@@ -34,7 +34,7 @@ def some_gpu(monkeypatch) -> torch.device:
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (["--algorithms", "sac", "sac"], "--algorithms sac sac: needs at least one, and none twice"),
+        (["--algorithms", "sac", "sac"], "--algorithms sac sac: needs at least one value, and none repeated"),
         (["--rounds", "0"], "--rounds 0: must be at least 1"),
         (["--leanrl", "nowhere"], "--leanrl nowhere: has no leanrl/sac_continuous_action_torchcompile.py; "),
         (["--out", "/dev/null/out"], "--out /dev/null/out: cannot be made (Not a directory)"),
@@ -95,7 +95,7 @@ def on_cpu(tmp_path, monkeypatch):
 def test_it_goes_on_with_what_is_missing_or_failed(on_cpu, tmp_path, capsys):
     out = tmp_path / "out"
     assert on_cpu(out, seconds=0.01) == 0
-    assert "no time left for 4 checks and runs; the same call with " in capsys.readouterr().out
+    assert "no time left for 4 checks and runs; repeat the command with " in capsys.readouterr().out
     assert json.loads((out / "gpu.json").read_text())["checks"] == []
 
     assert on_cpu(out) == 1

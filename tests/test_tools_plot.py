@@ -116,7 +116,7 @@ def test_what_cannot_be_read_is_told_in_one_line_and_left_out(runs, tmp_path, ca
         (["--timeline", "0", "runs"], "--timeline 0: must be at least 1"),
         (["--timeline", "1"], "name some"),
         (["runs", "--out", "file/p"], "--out file/p: cannot be written"),
-        (["runs", "--env-ids", "Ant-v5"], "no run has it; there are Hopper-v5"),
+        (["runs", "--env-ids", "Ant-v5"], "no run has it; choose from Hopper-v5"),
         (["runs", "--max-steps", "299"], "is before the first log point"),
     ],
 )

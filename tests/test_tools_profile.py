@@ -106,10 +106,10 @@ def test_a_process_ends_with_its_function_or_with_the_tool():
     ("words", "reason"),
     [
         ([], "name scripts"),
-        (["td3_continuous_action:compile"], "profile: td3_continuous_action:compile: no such mode; there are eager"),
+        (["td3_continuous_action:compile"], "profile: td3_continuous_action:compile: no such mode; choose from eager"),
         (["td3_continuous_action_torchcompile"], "must be one mode"),
-        (["cleanba_ppo:eager"], "tells its parts already"),
-        (["dqn --seed 2"], "is set by this tool"),
+        (["cleanba_ppo:eager"], "already log the times of their parts"),
+        (["dqn --seed 2"], "this tool sets it"),
         (["--steps", "9", "dqn"], "must be at least 10"),
     ],
 )

@@ -60,7 +60,7 @@ def test_launch_submits(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "output").read_text() == f"--output={tmp_path}/runs/slurm/%A_%a.out\n"
     assert (tmp_path / "submitted").read_text().count("cleanba_ppo.py") == 6
     monkeypatch.setenv("PATH", f"{tmp_path}/empty")
-    with pytest.raises(UsageError, match="no sbatch here"):
+    with pytest.raises(UsageError, match="sbatch is not here"):
         launch.main(args)
 
 
@@ -228,7 +228,7 @@ def test_a_recommendation_weighs_environments():
     speed = "{} steps per second from {} environments on 1 device; bottleneck: {}"
     # Where every environment costs the same, few are as fast as many.
     few = f"a0-l0-d1 with {flags} 24`, {speed.format('1,229', 24, 'update')}"
-    assert recommended(PARTS) == [f"Fastest: {few}", f"Most for each device: {few}"]
+    assert recommended(PARTS) == [f"Fastest: {few}", f"Fastest per device: {few}"]
     # 192 environments: a rollout of 4 s, and an update that takes 2 s for any number.
     fixed = ((24, Cost(2.0, 2.0)), (48, Cost(2.0, 2.0)))
     many = f"a0-l0-d1 with {flags} 192`, {speed.format('4,096', 192, 'inference')}"

@@ -51,9 +51,9 @@ def test_table_and_picture():
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["chess"], "chess: no such task; there are cartpole"),
-        (["cartpole", "--seeds", "1", "1"], "none twice"),
-        (["cartpole", "--contenders", "pqn --env-id Acrobot-v1"], "--env-id: is set by this tool"),
+        (["chess"], "chess: no such task; choose from cartpole"),
+        (["cartpole", "--seeds", "1", "1"], "none repeated"),
+        (["cartpole", "--contenders", "pqn --env-id Acrobot-v1"], "--env-id: this tool sets it"),
         (["cartpole", "--contenders", "pqn --no-such-flag 1"], "does not take"),
     ],
 )

@@ -139,11 +139,11 @@ class ActorThread:
         version, lag = self.first_step // self.process.batch_size, self.process.args.policy_lag
         for number in range(version + 1, self.process.num_updates + 1):
             waiting = time.time()
-            pieces = self._free.get(f"a free buffer for rollout {number}, by {self.name}")
+            pieces = self._free.get(f"a free buffer for rollout {number}")
             started = time.time()
             # The first lag + 1 rollouts use the initial parameters; with lag "newest", each uses what has arrived.
             while (version < number - 1 - lag) if lag != "newest" else not self._params.empty():
-                version, params = self._params.get(f"parameters of the learner, by {self.name}")
+                version, params = self._params.get("new parameters from the learner")
                 self.agent.load(params)
                 synchronize_stream(self.device)  # before their memory is freed and reused
             header = Header(number, version, started, params_wait=time.time() - started, queue_put=started - waiting)
@@ -152,14 +152,14 @@ class ActorThread:
             synchronize_stream(self.device)  # the main thread reads it on another stream
             self._played.put(pieces)
 
-    def take(self, waiter: str) -> list[Rollout]:
-        """The next rollout, a buffer for each of ``pieces``, to be given back. ``waiter``: who waits, for errors.
+    def take(self) -> list[Rollout]:
+        """The next rollout, a buffer for each of ``pieces``, to be given back.
 
         Raises:
             Stopped: the thread failed or was stopped.
             Stalled: none arrived in time.
         """
-        return self._played.get(f"{self.name}, a rollout, by {waiter}")
+        return self._played.get(f"a rollout from {self.name}")
 
     def put_params(self, version: int, params: torch.Tensor) -> None:
         """Hands over the next version of the parameters [P], which must not be overwritten."""

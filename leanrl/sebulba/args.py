@@ -56,7 +56,8 @@ class SebulbaArgs(RunArgs):
     num_shards: int | None = None
     """shards of the global batch, each shuffled and normalised on its own; by default one per learner"""
     exact_reduction: bool = False
-    """sum gradients in shard order and act one shard at a time: bitwise the same on any layout, on CPUs"""
+    """sum gradients in shard order, act one shard at a time: on identical CPUs, bitwise the same in all layouts with
+    equally many environments and shards (set --num-shards; by default there is one shard per learner)"""
     start_timeout: float = 600.0
     """seconds that each step of the start-up may take: imports, meeting the other processes, compilation"""
     timeout: float = 1800.0
@@ -107,13 +108,13 @@ def validate_runtime(args: SebulbaArgs) -> None:
     if args.upload_model:
         require_hub()
     if args.capture_video:
-        raise UsageError("--capture-video: not in these scripts; `python -m leanrl.tools.evaluate` has it")
+        raise UsageError("--capture-video: use --save-model, then ./run.sh evaluate RUN_DIR --capture-video")
 
 
 def check_devices(args: SebulbaArgs) -> torch.device:
     """``cpu`` or ``cuda``, after checking that this machine has the devices of a group."""
     if args.device.startswith("cuda:"):
-        raise bad("device", args.device, "must be auto, cpu or cuda; --actor-device-ids and the like choose")
+        raise bad("device", args.device, "must be auto, cpu or cuda (see --actor-device-ids, --learner-device-ids)")
     device = resolve_device(args)
     if device.type == "cuda":
         for name in ("actor_device_ids", "learner_device_ids"):
@@ -141,7 +142,7 @@ def validate_start(args: SebulbaArgs, num_groups: int) -> tuple[torch.device, La
     layout = Layout.of(args, num_groups)
     if args.resume is not None and args.num_envs != layout.num_envs:
         there = f"was started with {args.num_envs} environments in all, this start has {layout.num_envs}"
-        raise bad("resume", args.resume, f"{there}; start as many groups as then")
+        raise bad("resume", args.resume, f"{there}; start the same number of groups as then")
     args.num_envs = layout.num_envs
     if args.total_timesteps < (batch_size := layout.num_envs * args.num_steps):
         raise bad("total_timesteps", args.total_timesteps, f"is less than one rollout, {batch_size} steps")

@@ -130,7 +130,7 @@ class Collectives:
         operations += [dist.P2POp(dist.irecv, message, rank, self._everyone) for rank, message in receives]
         if not operations:
             return []
-        names = [f"{self._layout.members[operation.peer].name}, {what}" for operation in operations]
+        names = [f"{self._layout.members[operation.peer].name}, while passing {what}" for operation in operations]
         with waiting_for(" or ".join(dict.fromkeys(names))):
             works = dist.batch_isend_irecv(operations)
         # NCCL returns one handle for all.
@@ -151,7 +151,7 @@ class Collectives:
         if self._learners is None:
             return sum_in_order(vectors)
         start = time.perf_counter()
-        peers = waiting_for("another learner, in a sum")
+        peers = waiting_for("another learner, while summing over shards")
         if self._exact:
             mine = torch.stack(list(vectors))
             everyone = [torch.empty_like(mine) for _ in range(self._layout.num_learners)]
@@ -171,7 +171,7 @@ class Collectives:
             return [values]
         message = torch.tensor(values, dtype=torch.int64, device=self._device)
         gathered = [torch.empty_like(message) for _ in range(self._layout.num_learners)]
-        with waiting_for("another learner, after its update"):
+        with waiting_for("another learner, while gathering stop requests and checksums"):
             dist.all_gather(gathered, message, group=self._learners)
         return torch.stack(gathered).tolist()
 
@@ -180,7 +180,7 @@ class Collectives:
         if self._learners is None:
             return [report]
         reports = [None] * self._layout.num_learners if self._member.learner == 0 else None
-        with waiting_for("another learner, its report"):
+        with waiting_for("another learner, while gathering its report"):
             dist.gather_object(report, reports, self._layout.learner(0).rank, group=self._learners)
         return reports or []
 
@@ -207,7 +207,7 @@ def _rendezvous(rank: int, world_size: int, args: SebulbaArgs) -> dist.Store:
     """The store where the run's processes meet: at the supervisor, torchrun's agent, or rank 0.
 
     Raises:
-        UsageError: another run uses this port, or one with other flags, or another process this rank.
+        UsageError: another run or program has this port, a process has other flags, or two have the same rank.
     """
     host, port, seconds = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], args.start_timeout
     ours = f"{os.environ.get(RUN, 'a run')} with flags {flags_digest(args)}"
@@ -219,17 +219,17 @@ def _rendezvous(rank: int, world_size: int, args: SebulbaArgs) -> dist.Store:
             store, *_ = next(rendezvous("env://", rank, world_size, timeout=limit))
         except dist.DistNetworkError as error:
             if "EADDRINUSE" in str(error):
-                raise UsageError(f"{taken}, or another program listens there; set a port that is free") from None
+                raise UsageError(f"{taken}, or another program listens there; choose a free port") from None
             raise
         if rank == 0:
             store.set("leanrl run", ours)
         theirs = store.get("leanrl run").decode()
     if theirs != ours:
         reason = f"{theirs} (a hash of them), while this process is of {ours}"
-        raise UsageError(f"{taken}: {reason}; set one for each, or start all processes with the same flags")
+        raise UsageError(f"{taken}: {reason}; give each run its own port, and all processes of a run the same flags")
     store = _own_part(store, os.environ)
     if store.add(f"rank {rank}", 1) > 1:
-        raise UsageError(f"{taken} that calls itself {ours}, too, and has a rank {rank}; set one for each")
+        raise UsageError(f"{taken} that calls itself {ours}, too, and has a rank {rank}; give each run its own port")
     return store
 
 

@@ -53,7 +53,7 @@ class Layout:
 
     Environments are numbered by group, actor device, thread and place within the thread, in this order. A shard is a
     block of consecutive environments, and a learner serves consecutive shards of its own group, so that shard s holds
-    the same environments in every layout with the same total.
+    the same environments in every layout with the same numbers of environments and shards.
 
     Args:
         actor_device_ids, learner_device_ids: of one group; a device in both acts and learns in one process.
@@ -77,7 +77,7 @@ class Layout:
     ) -> None:
         for name, ids in (("actor_device_ids", actor_device_ids), ("learner_device_ids", learner_device_ids)):
             if not ids or min(ids) < 0 or len(set(ids)) < len(ids):
-                raise bad(name, ids, "needs at least one device, from 0 on, and none twice")
+                raise bad(name, ids, "needs at least one device id, none negative and none repeated")
         self.actor_device_ids, self.learner_device_ids = tuple(actor_device_ids), tuple(learner_device_ids)
         self.num_groups = num_groups
         self.num_actor_threads = num_actor_threads

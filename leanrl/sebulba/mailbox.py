@@ -9,7 +9,7 @@ class Stopped(Exception):
 
 
 class Stalled(Exception):
-    """Something did not arrive in time; the message says who waited for whom."""
+    """Something did not arrive in time; the message says what."""
 
 
 class Mailbox(SimpleQueue):
@@ -26,7 +26,7 @@ class Mailbox(SimpleQueue):
         """The oldest item.
 
         Args:
-            what: who waits for whom, for the message if it stalls.
+            what: what is waited for, for the message if it stalls.
 
         Raises:
             Stopped: the mailbox is closed.

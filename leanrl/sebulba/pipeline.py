@@ -72,7 +72,7 @@ class Pipeline:
         """Waits until the threads have played a rollout, and starts to send and receive it."""
         if self.threads:
             self.collectives.begin("playing rollout", number)
-        self._played = [(thread, thread.take(self.member.name)) for thread in self.threads]
+        self._played = [(thread, thread.take()) for thread in self.threads]
         here = [pair for thread, rollouts in self._played for pair in zip(thread.pieces, rollouts, strict=True)]
         for _, rollout in here:
             rollout.header[Header._fields.index("stop")] = float(stop)

@@ -95,8 +95,8 @@ def resolve_start(args: SebulbaArgs) -> Start:
         world_size = int(os.environ["WORLD_SIZE"])
         num_groups, rest = divmod(world_size, group_size)
         if rest or not num_groups:
-            needed = f"{world_size} processes were started, but this layout has {group_size} a group"
-            raise UsageError(f"--actor-device-ids and --learner-device-ids: {needed}; start a multiple of them")
+            needed = f"{world_size} processes were started, but this layout needs {group_size} per group"
+            raise UsageError(f"--actor-device-ids and --learner-device-ids: {needed}; start a multiple of {group_size}")
     device, layout = validate_start(args, num_groups)
     seed_everything(args.seed)
     with closing(make_pool(args.env_id, range(1), args.seed, args.protocol, args.env_backend, num_threads=1)) as pool:

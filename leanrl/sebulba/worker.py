@@ -37,7 +37,7 @@ class Worker:
         threads: the actor threads, not started; empty if it does not act.
         shards: what its learner trains on: rollouts by shard number, always the same tensors, but at the same addresses
             only with ``--cudagraphs``; empty if it does not learn.
-        sum_over_shards: vectors [P], one for each of ``shards`` -> their sum over the shards of all learners [P]. All
+        sum_over_shards: vectors of one size, one for each of ``shards`` -> their sum over all learners' shards. All
             learners must call it in step. It may overwrite the vectors.
         leave: closes the connections to the other processes.
 

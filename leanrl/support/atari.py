@@ -101,6 +101,6 @@ def make_atari_envs(env_id: str, num_envs: int, seed: int, protocol: AtariProtoc
     """
     known = atari_games()
     if env_id not in known:
-        hint = near_names(env_id.replace("NoFrameskip-v4", "-v5"), known) or "; they are named as in Breakout-v5"
+        hint = near_names(env_id.replace("NoFrameskip-v4", "-v5"), known) or "; names look like Breakout-v5"
         raise bad("env_id", env_id, f"is not an Atari game of EnvPool{hint}")
     return make_envs(env_id, num_envs, seed, "envpool", pool_type=AtariVectorEnv, **protocol._asdict(), **options)

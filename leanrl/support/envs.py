@@ -239,7 +239,7 @@ def make_env(env_id: str, **kwargs) -> gym.Env:
     space = env.observation_space
     if isinstance(space, gym.spaces.Dict | gym.spaces.Tuple):
         if not space.is_np_flattenable:
-            raise bad("env_id", env_id, f"has observations of {space}, which make no vector")
+            raise bad("env_id", env_id, f"has observations of {space}, which do not flatten to vectors of one size")
         env = gym.wrappers.FlattenObservation(env)
     return env
 
@@ -346,7 +346,7 @@ def _require_spaces(envs: VectorEnv, env_id: str, *action_types: type[gym.Space]
         # The largest float32 stands for no bound.
         is_usable = len(action.shape) == 1 and (np.abs([action.low, action.high]) < np.finfo(np.float32).max).all()
     if not is_usable:
-        raise bad("env_id", env_id, f"has actions of {action}; this script needs numbers from 0 on or bounded vectors")
+        raise bad("env_id", env_id, f"has actions {action}; this script needs them numbered from 0 or bounded vectors")
     if not isinstance(obs, gym.spaces.Box) or (obs_kind == "vectors" and len(obs.shape) != 1):
         raise bad("env_id", env_id, f"has observations of {obs}; this script needs {obs_kind} of numbers")
     if obs.dtype == np.uint8 and len(obs.shape) == 3 and obs.shape[2] < obs.shape[0]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 
 class UsageError(Exception):
-    """Bad input. Scripts and tools print it as one line and exit with code 2, before anything is written."""
+    """Bad input: scripts and tools print it as one line and exit with code 2. Raise it before training if possible."""
 
 
 def flag(name: str) -> str:

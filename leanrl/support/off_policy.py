@@ -27,7 +27,7 @@ def require_off_policy(args) -> None:
         raise bad("buffer_size", args.buffer_size, f"does not hold one step of {args.num_envs} environments")
     total_steps = args.total_timesteps // args.num_envs * args.num_envs
     if not UpdateSchedule(args.num_envs, args.learning_starts, args.updates_per_step).owed(total_steps):
-        raise bad("learning_starts", args.learning_starts, f"leaves no update within {total_steps} environment steps")
+        raise bad("learning_starts", args.learning_starts, f"no update in {total_steps} steps; lower it or add steps")
 
 
 class OffPolicyState:

@@ -1,4 +1,4 @@
-"""Optimisers that compile: ``Adam`` and ``RMSprop``, equal to PyTorch's of the same names."""
+"""Optimisers that compile: ``Adam`` and ``RMSprop``, equal to PyTorch's of the same names up to rounding."""
 
 from inspect import unwrap
 

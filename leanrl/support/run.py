@@ -172,7 +172,7 @@ class Run:
             self.resumed = self._load()
             if self.global_step > total_steps:
                 there = f"the run is already at step {self.global_step}"
-                raise bad("total_timesteps", args.total_timesteps, f"{there}; give the step at which to end")
+                raise bad("total_timesteps", args.total_timesteps, f"{there}; give a later step as the end of the run")
         else:
             self.resumed = None
             if args.run_name is None:
@@ -403,8 +403,8 @@ class Run:
         if not self._progress.disable:
             self._progress.close()
             run_dir = shlex.quote(str(self.dir))
-            go_on = f"; go on: ./run.sh {self.script} --resume {run_dir} --max-seconds None"
-            playing = f"./run.sh evaluate {run_dir}" if (self.dir / "model.pt").exists() else "train with --save-model"
+            go_on = f"; continue: ./run.sh {self.script} --resume {run_dir} --max-seconds None"
+            playing = f"./run.sh evaluate {run_dir}" if (self.dir / "model.pt").exists() else "needs --save-model"
             print(f"{self.dir}: play: {playing}{go_on if self.global_step < self.total_steps else ''}", file=sys.stderr)
         return summary
 
@@ -413,4 +413,4 @@ class Run:
         if not self._stop.requested:
             returns = evaluate_model(self.dir, episodes)["returns"]
             self._tracker.log(self.global_step, {"evaluation/episodic_return": float(np.mean(returns))})
-            say(f"evaluation: mean return {np.mean(returns):.1f} of {episodes} episodes")
+            say(f"evaluation: mean return {np.mean(returns):.1f} over {episodes} episodes")

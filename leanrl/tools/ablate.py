@@ -44,7 +44,7 @@ def expand(names: Sequence[str]) -> list[Row]:
     known = list(dict.fromkeys([*GROUPS, *(row.name for row in ROWS)]))
     for name in names:
         if name not in known:
-            raise bad("rows", name, f"no such row{near_names(name, known) or '; there are ' + ', '.join(known)}")
+            raise bad("rows", name, f"no such row{near_names(name, known) or '; choose from ' + ', '.join(known)}")
     bf16_units = has_bf16_units()
     fitting = [row for row in ROWS if bf16_units or BF16 not in row.flags + row.with_flags]
     return [row for row in ROWS if row.name in names or (row.group in names and row in fitting)]

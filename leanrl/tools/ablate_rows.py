@@ -1,7 +1,8 @@
 """The rows of ``leanrl.tools.ablate``: tricks of the fast variants, and how each is switched off.
 
-They use the scripts' default hyperparameters, on HalfCheetah-v5, CartPole-v1 and Breakout-v5. Run as a module with the
-number of a row, ``with`` or ``without``, and flags, this file runs that row's script once.
+Unless their flags say otherwise, they use the scripts' default hyperparameters, on HalfCheetah-v5, CartPole-v1 and
+Breakout-v5. Run as a module with the number of a row, ``with`` or ``without``, and flags, this file runs that row's
+script once.
 """
 
 import importlib

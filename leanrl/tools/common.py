@@ -168,7 +168,7 @@ def new_figure(width: float, height: float):
 
 
 def clean(axes) -> None:
-    """Removes what carries no information; few ticks on the x-axis, thousands with commas; before ticks with names."""
+    """Removes clutter; few ticks on the x-axis, commas in thousands. Call it before giving ticks names."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.xaxis.get_major_locator().set_params(nbins=6)
     axes.xaxis.set_major_formatter("{x:,.10g}")

@@ -44,7 +44,7 @@ class Args(common.OutArgs):
     sweep: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FLAG VALUES")] = ()
     """a flag without dashes, and the numbers that it takes in turn, as in `num-envs 1 4 16`"""
     seeds: tuple[int, ...] = (1,)
-    """every contender runs once with each seed; that is a round"""
+    """every contender runs once with each seed; the runs with one seed are a round"""
     total_timesteps: int = 102_400
     """environment steps of a run"""
     max_seconds: float | None = 30.0
@@ -94,7 +94,7 @@ def swept(sweep: Sequence[str]) -> tuple[str | None, list[str | None]]:
     except ValueError:
         numbers = set()
     if not numbers or len(numbers) < len(values) or not all(0 < number < math.inf for number in numbers):
-        raise bad("sweep", sweep, "must be a flag and numbers above 0, none twice")
+        raise bad("sweep", sweep, "must be a flag and numbers above 0, none repeated")
     return flag, sorted(values, key=float)
 
 
@@ -222,7 +222,7 @@ def render_table(rows: Sequence[dict], sweep: str | None = None) -> str:
         "step that all have reached; peak MB: RAM that the run held at most."
     )
     if several:
-        legend += "\nReturns: mean ± standard deviation over rounds; all else: medians, of ratios those within a round."
+        legend += "\nReturns: mean ± standard deviation over rounds; all else: medians (of the ratios within a round)."
     return f"{table}\n\n{legend}"
 
 

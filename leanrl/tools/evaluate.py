@@ -55,7 +55,7 @@ def main(args: Args) -> int:
     require_at_least(args, 0, "seed")
     if not args.run_dirs:
         raise UsageError("name at least one run directory")
-    # For a few vectors, two threads wait for each other; for frames, the second takes a core from the emulator.
+    # Two threads would mostly wait for each other on small vectors, and on images take a core from the emulator.
     torch.set_num_threads(1)
     rows, failures = [], 0
     for run_dir in args.run_dirs:

@@ -182,7 +182,7 @@ def examine(args: Args, device: torch.device) -> int:
     for what in failed:
         print(f"FAILED: {what}")
     if left:
-        print(f"no time left for {left} checks and runs; the same call with --out {out} goes on")
+        print(f"no time left for {left} checks and runs; repeat the command with --out {out} to continue")
     return 1 if failed else 0
 
 

@@ -67,7 +67,7 @@ def commands(args: Args, stamp: str) -> list[list[str]]:
     known = sorted(path.name for path in SCRIPTS.glob("[!_]*.py"))
     name = Path(args.command[0]).name if args.command else ""
     if name not in known:
-        raise UsageError(f"-- {name}: name a script after --; there are {', '.join(known)}")
+        raise UsageError(f"-- {name}: name a script after --; choose from {', '.join(known)}")
     check_flags(args.command[1:], ADDED)
     script = SCRIPTS / name
     return [
@@ -97,7 +97,7 @@ def slurm_job(args: Args, lines: list[list[str]]) -> str:
         raise bad("slurm_template", args.slurm_template, f"cannot be read ({error.strerror})") from None
     except (KeyError, IndexError, ValueError) as error:
         known = " ".join(f"{{{name}}}" for name in fields)
-        raise bad("slurm_template", args.slurm_template, f"names {error}; there are {known}") from None
+        raise bad("slurm_template", args.slurm_template, f"cannot be filled in ({error}); it may use {known}") from None
 
 
 def submit(args: Args, job: str, stamp: str) -> int:
@@ -109,11 +109,11 @@ def submit(args: Args, job: str, stamp: str) -> int:
     try:
         return subprocess.run(["sbatch", output, str(path.resolve())], cwd=REPOSITORY).returncode
     except FileNotFoundError:
-        raise bad("slurm_template", args.slurm_template, f"there is no sbatch here; {path} is written") from None
+        raise bad("slurm_template", args.slurm_template, f"sbatch is not here; submit {path} elsewhere") from None
 
 
 def main(args: Args) -> int:
-    """0 if every run ended with 0, else 1."""
+    """Returns 0 if every run ended with 0, else 1; for a SLURM job, sbatch's exit code."""
     require_distinct(args, "env_ids")
     require_at_least(args, 1, *SIZES)
     require_at_least(args, 0, "start_seed")

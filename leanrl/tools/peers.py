@@ -191,10 +191,10 @@ def off_policy_arguments(args, envs) -> dict:
 
 
 def sac_timing(args) -> Timing:
-    """As for all off-policy algorithms."""
+    """As for all off-policy algorithms, but refuses two flags that the peers lack."""
     for name, only in (("target_network_frequency", 1), ("policy_updates", None)):
         if (value := getattr(args, name)) != only:
-            raise bad(name, value, f"the peers only have {only}; leave it out")
+            raise bad(name, value, "is a setting that the peers do not have; leave it out")
     return off_policy_timing(args)
 
 

@@ -33,7 +33,7 @@ from leanrl.tools import common
 from leanrl.tools.profile import LayoutParts, cost_of, measure_layouts
 from leanrl.tools.trials import DISTRIBUTED, SCRIPTS, read_json, run_groups
 
-# Up to 128 devices, twice: three learners may not be able to share a group's environments; one learner always can.
+# Up to 128 devices, with one per group and with four: a group's three learners may not divide its environments evenly.
 LAYOUTS = (
     *("a0-l0-d1", "a0-l0,1-d1", "a0-l1-d1", "a0-l1,2-d1", "a0-l1,2,3-d1", "a0,1-l2,3-d1"),
     *(f"a0-l0-d{groups}" for groups in (2, 8, 32, 128)),
@@ -174,7 +174,7 @@ def recommend(predictions: Sequence[Prediction]) -> list[str]:
         speed = f"{best.sps:,.0f} steps per second from {best.num_envs:,} environments on {best.devices} device"
         return f"{what}: {best.layout} with `{flags}`, {speed}{'s' * (best.devices > 1)}; bottleneck: {best.bottleneck}"
 
-    return [name("Fastest", lambda p: p.sps), name("Most for each device", lambda p: p.sps / p.devices)]
+    return [name("Fastest", lambda p: p.sps), name("Fastest per device", lambda p: p.sps / p.devices)]
 
 
 # -------------------------------------------------------------------------------------------------------------- CHECK
@@ -213,7 +213,7 @@ def main(args: Args) -> int:
     require_at_least(args, 1, "repeats", "check_updates")
     require_positive(args, "nvlink_gbytes", "network_gbytes")
     if args.script not in DISTRIBUTED:
-        raise bad("script", args.script, f"is no distributed script; there are {', '.join(DISTRIBUTED)}")
+        raise bad("script", args.script, f"is not a distributed script; choose from {', '.join(DISTRIBUTED)}")
     module = importlib.import_module(f"leanrl.{args.script}")
     script_args = tyro.cli(module.Args, args=list(args.script_args), prog=args.script)
     module.validate(script_args)

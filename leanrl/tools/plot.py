@@ -85,7 +85,7 @@ def errors_of(name: str, verb: str) -> Iterator[None]:
 
 
 def mode_of(args: dict) -> str:
-    """``eager``, or what a run switched on, as ``compare`` writes it: ``compile+cudagraphs``."""
+    """``eager``, or what a run switched on: ``compile+cudagraphs``, ``compile+bf16`` ..."""
     graphs = "one-graph" if args.get("one_graph") else "cudagraphs"  # implied by one-graph
     amp = args.get("amp", "none").removeprefix("none")
     words = [args.get("compile") and "compile", args.get("cudagraphs") and graphs, amp]
@@ -342,7 +342,7 @@ def draw_curves(args: Args) -> int:
     curves = read_curves(args.runs, args.csv)
     known = sorted({curve["env_id"].iloc[0] for curve in curves})
     if unknown := {*args.env_ids} - {*known}:
-        raise bad("env_ids", sorted(unknown), f"no run has it; there are {', '.join(known)}")
+        raise bad("env_ids", sorted(unknown), f"no run has it; choose from {', '.join(known)}")
     curves = [curve for curve in curves if not args.env_ids or curve["env_id"].iloc[0] in args.env_ids]
     if args.max_steps is not None:
         early = [curve[curve["global_step"] <= args.max_steps] for curve in curves]

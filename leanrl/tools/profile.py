@@ -6,8 +6,8 @@ speed beside them shows by how much. On a GPU all pieces but the environment are
 minus all of them: too little if kernels run at the same time or while the environment steps.
 
 The floors are the script's environments alone, with random actions, and the operations of its products and convolutions
-at the speed of a large product (bfloat16 with --amp bf16). Emulation that runs while something else is computed
-(--num-env-groups) counts only as far as it is waited for.
+(counted in a third run, in eager mode) at the speed of a large product (bfloat16 with --amp bf16). Emulation that runs
+while something else is computed (--num-env-groups) counts only as far as it is waited for.
 
     python -m leanrl.tools.profile td3_continuous_action_torchcompile:compile -- --amp bf16
     python -m leanrl.tools.profile --steps 10240 ppo_atari_envpool "ppo_atari_envpool_torchcompile:compile --num-envs 8"
@@ -82,8 +82,8 @@ class Args(common.OutArgs):
     words: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="SCRIPT[:MODE] ... -- FLAGS")] = ()
     """what is measured; MODE is eager, compile, cudagraphs, compile+one-graph ..."""
     steps: int = 1000
-    """environment steps that are measured, of which the results are the mean; off-policy scripts take 1000 random steps
-    before them; on-policy scripts play whole rollouts, a reference one more before them"""
+    """environment steps that the results average over. Off-policy scripts take 1,000 random steps first; on-policy
+    scripts play whole rollouts, and references one more rollout first"""
 
     @property
     def scripts(self) -> tuple[str, ...]:
@@ -116,7 +116,7 @@ def contender_of(entry: str, flags: Sequence[str]) -> trials.Contender:
     for words in (flags, entry.split()[1:]):
         trials.check_flags(words)
     if entry.startswith(tuple(trials.DISTRIBUTED)):
-        raise UsageError(f"{entry}: metrics.jsonl of a distributed run tells its parts already, as stats/")
+        raise UsageError(f"{entry}: distributed runs already log the times of their parts, as stats/ in metrics.jsonl")
     try:
         contender, *others = trials.contenders_of([entry], "scripts", trials.target_device(flags), flags)
     except UsageError as error:
@@ -349,7 +349,7 @@ def draw(record: dict):
 
 
 class Cost(NamedTuple):
-    """Seconds of a piece of work: wall clock when alone, and of one busy core; for a rollout, also its two pieces."""
+    """Wall-clock seconds of a piece of work run alone, and its core-seconds; for a rollout, also its two pieces."""
 
     wall: float
     cores: float

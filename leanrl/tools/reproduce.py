@@ -43,7 +43,7 @@ class Args(common.OutArgs):
     layouts: tuple[str, ...] = LAYOUTS
     """layouts; the others are compared with the first"""
     lags: tuple[int | Literal["newest"], ...] = (0, 1)
-    """values of --policy-lag; newest is not reproducible"""
+    """values of --policy-lag; newest is refused, because it is not reproducible"""
     env_id: str = "CartPole-v1"
     """environment"""
     env_backend: EnvBackend = "envpool"
@@ -165,13 +165,13 @@ def main(args: Args) -> int:
     require_distinct(args, "scripts", "layouts", "lags")
     require_at_least(args, 1, "num_envs", "num_shards", "num_steps", "updates")
     if "newest" in args.lags:
-        reason = "newest parameters are other ones in every run; a lag must be counted to be repeated"
+        reason = "newest uses whatever parameters have arrived, which differs from run to run; give numbers only"
         raise bad("lags", args.lags, reason)
     if min(args.lags) < 0:
         raise bad("lags", args.lags, "must be at least 0")
     for script in args.scripts:
         if script not in DISTRIBUTED:
-            raise bad("scripts", script, f"is no distributed script; there are {', '.join(DISTRIBUTED)}")
+            raise bad("scripts", script, f"is not a distributed script; choose from {', '.join(DISTRIBUTED)}")
     runs = [Run(script, layout, min(args.lags), True, 1) for script in args.scripts for layout in args.layouts]
     contenders = [Contender(run.name, tuple(command(run, args, Path()))) for run in runs]
     for run, contender in zip(runs, contenders, strict=True):

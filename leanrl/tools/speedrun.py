@@ -34,7 +34,7 @@ import tyro
 from tqdm import tqdm
 
 from leanrl.support.devices import has_bf16_units
-from leanrl.support.errors import bad
+from leanrl.support.errors import UsageError, bad
 from leanrl.support.evaluation import play
 from leanrl.support.run import write_json_atomically
 from leanrl.tools import common, peers, trials
@@ -107,7 +107,7 @@ def main(args: Args) -> int:
     if earlier and earlier["command"] != (command := common.benchmark_record("speedrun", device)["command"]):
         raise bad("out", out, f"its speedrun.json is of another call than {command}")
     runs = [run for run in earlier.get("runs", []) if not run["failure"]]
-    # For a few vectors, two threads wait for each other; for frames, the second takes a core from the emulator.
+    # Two threads would mostly wait for each other on small vectors, and on images take a core from the emulator.
     torch.set_num_threads(1)
 
     def record() -> dict:
@@ -138,7 +138,7 @@ def main(args: Args) -> int:
 def task_for(name: str, device: torch.device) -> Task:
     """One of TASKS; its holder runs in float32 where bf16 would be slower. UsageError if there is no such task."""
     if name not in TASKS:
-        raise bad("task", name, f"no such task; there are {', '.join(TASKS)}")
+        raise UsageError(f"{name}: no such task; choose from {', '.join(TASKS)}")
     has_bf16, task = device.type == "cuda" or has_bf16_units(), TASKS[name]
     return task if has_bf16 else task._replace(holder=task.holder.replace(BF16, ""))
 

@@ -42,7 +42,7 @@ RESERVED_FLAGS = (
     *("--total-timesteps", "--seed", "--run-name", "--runs-dir", "--resume"),
     *("--compile", "--cudagraphs", "--one-graph"),
 )
-"""Flags of the scripts that the tools set."""
+"""Flags of the scripts that the tools set or do not allow."""
 
 # A child that is asked to stop first finishes its update or compilation; after this it is killed.
 STOP_SECONDS = 20
@@ -148,10 +148,10 @@ def parse_entry(entry: str, name: str) -> tuple[str, list[str]]:
     script, colon, mode = entry.partition(":")
     known = sorted(path.stem for path in SCRIPTS.glob("[!_]*.py"))
     if script not in known:
-        raise bad(name, entry, f"no such script{near_names(script, known) or '; there are ' + ', '.join(known)}")
+        raise bad(name, entry, f"no such script{near_names(script, known) or '; choose from ' + ', '.join(known)}")
     modes = modes_of(script)
     if colon and mode not in modes:
-        raise bad(name, entry, f"no such mode; there are {', '.join(modes)}")
+        raise bad(name, entry, f"no such mode; choose from {', '.join(modes)}")
     return script, [mode] if colon else modes
 
 
@@ -214,7 +214,7 @@ def contenders_of(
 def require_peer(who: str, name: str) -> None:
     """UsageError, about the tool's field ``name``, unless there is such a peer and its library is installed."""
     if who not in PEERS:
-        raise bad(name, who, f"no such peer{near_names(who, PEERS)}; there are {', '.join(PEERS)}")
+        raise bad(name, who, f"no such peer{near_names(who, PEERS)}; choose from {', '.join(PEERS)}")
     if importlib.util.find_spec(PEERS[who].module) is None:
         raise bad(name, who, f"{PEERS[who].module} is not installed; {install(PEERS[who])}")
 
@@ -222,11 +222,11 @@ def require_peer(who: str, name: str) -> None:
 def check_flags(words: Sequence[str], reserved: Sequence[str] = RESERVED_FLAGS) -> None:
     """UsageError if flags for scripts are not flags, or are ``reserved``: the tool sets those."""
     if words and not words[0].startswith("-"):
-        raise UsageError(f"{words[0]}: not a flag; name scripts after a flag of this tool, and their flags after --")
+        raise UsageError(f"{words[0]}: not a flag; only the scripts' flags go here, and --help says where scripts go")
     for word in words:
         # --num_envs=4 sets --num-envs, --no-compile sets --compile.
         if word.split("=")[0].replace("_", "-").replace("--no-", "--") in reserved:
-            raise UsageError(f"{word}: is set by this tool itself, see --help")
+            raise UsageError(f"{word}: this tool sets it or does not allow it; see --help")
 
 
 def require_distinct(args, *names: str) -> None:
@@ -234,7 +234,7 @@ def require_distinct(args, *names: str) -> None:
     for name in names:
         values = getattr(args, name)
         if not values or len(set(values)) < len(values):
-            raise bad(name, values, "needs at least one, and none twice")
+            raise bad(name, values, "needs at least one value, and none repeated")
 
 
 # ------------------------------------------------------------------------------------------------------------ RUNNING
@@ -306,7 +306,7 @@ def in_turn(runs: Mapping[str, Callable]) -> list:
     except KeyboardInterrupt:
         if not results:
             raise
-        print("\ninterrupted: the results of the runs so far", file=sys.stderr, flush=True)
+        print("\ninterrupted: these are the results of the runs so far", file=sys.stderr, flush=True)
     return results
 
 
@@ -444,14 +444,14 @@ def read_json(path: Path) -> dict:
 
 
 def earlier_record(out: Path, tool: str, device: torch.device) -> dict:
-    """The record of an earlier call in ``out``, to continue from. UsageError: it is of another commit or machine."""
+    """The record of an earlier call in ``out``. UsageError: another commit or machine, or uncommitted code."""
     record = read_json(out / f"{tool}.json")
     if not record:
         return {}
     machines = benchmark_record(tool, device)["machine"], record["machine"]
     ours, theirs = ([machine["git_commit"], machine["device_name"]] for machine in machines)
     if ours != theirs:
-        raise bad("out", out, f"its {tool}.json is of {theirs[0]} on {theirs[1]}; go on there, or take another folder")
+        raise bad("out", out, f"its {tool}.json is of {theirs[0]} on {theirs[1]}; resume there, or use another folder")
     if ours[0] is None or ours[0].endswith("-dirty"):
         what = f"the scripts may have changed since its {tool}.json: commit them, or name the commit in GIT_COMMIT"
         raise bad("out", out, f"{what}; or take another folder")
