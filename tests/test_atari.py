@@ -158,6 +158,7 @@ def test_protocols():
     def actions(protocol):
         return breakout(num_envs=1, protocol=protocol).single_action_space.n
 
+    assert (CLEANRL, CLEANBA) == ((True, True, 0.0, 30, False, 27_000), (False, True, 0.25, 1, True, 27_000))
     assert (actions(CLEANRL), actions(CLEANBA)) == (4, 18)
     # With sticky actions the same actions make another game.
     protocols = [CLEANRL._replace(repeat_action_probability=p, noop_max=1) for p in (0.0, 0.25)]

@@ -25,6 +25,7 @@ from scripts import (
     ONE_GRAPH_SCRIPTS,
     SCRIPTS,
     files_in,
+    newest_checkpoint,
     of,
     run,
     run_tiny,
@@ -230,7 +231,6 @@ def test_an_existing_run_is_neither_overwritten_nor_changed(refused, script, fin
 @pytest.mark.parametrize("script", KINDS)
 def test_resume_of_what_is_no_run(refused, tmp_path):
     refused(["--resume", tmp_path / "nothing"], f"--resume {tmp_path / 'nothing'}: not a run directory")
-    refused([f"--resume={tmp_path / 'nothing'}"], f"--resume {tmp_path / 'nothing'}: not a run directory")
     (tmp_path / "empty").mkdir()
     refused(["--resume", tmp_path / "empty"], f"--resume {tmp_path / 'empty'}: not a run directory")
     damaged = "", "[]", "{}", '{"script": "x"', '{"args": 1}', '{"args": {}}', '{"script": "x", "args": {"gamma": 1}}'
@@ -319,6 +319,8 @@ def test_summary_json(finished_run, script):
     warmup_steps = 64 if script in ON_POLICY_REFERENCES else 0 if script in ON_POLICY else 56
     assert (result["global_step"] - warmup_steps) / result["wall_seconds"] <= result["sps"]
     assert not list(finished_run.rglob("*.tmp"))
+    if script in ON_POLICY:
+        assert newest_checkpoint(finished_run)[1]["script"]["optimizer"]["param_groups"][0]["eps"] == 1e-5
 
 
 @pytest.mark.parametrize("script", with_long(ON_POLICY))

@@ -79,9 +79,8 @@ def test_networks_start_orthogonal():
     assert_orthogonal([pqn_atari.QNetwork(4)[i] for i in (0, 3, 6, 9, 12)], [2**0.5] * 5)
 
 
-@pytest.mark.parametrize("script", ["cleanba_ppo", "cleanba_impala"])
-def test_distributed_agents_start_orthogonal(script):
-    module = importlib.import_module(f"leanrl.{script}")
+def test_distributed_agents_start_orthogonal():
+    module = importlib.import_module("leanrl.cleanba_ppo")  # the other's are the same
     vector = module.VectorAgent(4, 2)
     assert_orthogonal(vector.actor[::2], (2**0.5, 2**0.5, 0.01))
     assert_orthogonal(vector.critic[::2], (2**0.5, 2**0.5, 1.0))

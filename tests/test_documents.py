@@ -57,13 +57,14 @@ def check_tool(name: str, flags: list[str]) -> None:
     if "--help" in flags:
         return
     args = tyro.cli(importlib.import_module(f"leanrl.tools.{name}").Args, args=flags)
-    if script_args := getattr(args, "script_args", ()):
-        # Of the scripts that the tool runs; the tool sets what else they need.
-        scripts = next(getattr(args, field) for field in ("contenders", "scripts", "script") if hasattr(args, field))
-        for entry in [scripts] if isinstance(scripts, str) else scripts:
-            who, *own = entry.split()
-            script = PEERS[who].script if who in PEERS else who.split(":")[0]
-            tyro.cli(importlib.import_module(f"leanrl.{script}").Args, args=[*script_args, *own])
+    # Of the scripts that the tool runs; the tool sets what else they need.
+    scripts = next((getattr(args, field) for field in ("contenders", "scripts", "script") if hasattr(args, field)), ())
+    for entry in [scripts] if isinstance(scripts, str) else scripts:
+        who, *own = entry.split()
+        script = PEERS[who].script if who in PEERS else who.split(":")[0]
+        tyro.cli(importlib.import_module(f"leanrl.{script}").Args, args=[*getattr(args, "script_args", ()), *own])
+    if command := getattr(args, "command", ()):
+        check_script(Path(command[0]).stem, [*command[1:]])
 
 
 def check(command: str) -> None:

@@ -187,7 +187,8 @@ def test_the_replay_holds_what_happened(script, stream, tmp_path, monkeypatch):
     env = SHORT_CARTPOLE if script.startswith("dqn") else SHORT_HOPPER
     monkeypatch.setitem(gym.registry, env.id, env)
     flags = [f"--env-id={env.id}", f"--num-envs={num_envs}", "--total-timesteps=600"]
-    rows = replay_rows(run_tiny(script, tmp_path, *flags))
+    run_dir = run_tiny(script, tmp_path, *flags)
+    rows = replay_rows(run_dir)
 
     ((last_obs,), *steps) = stream
     over = np.zeros(num_envs, bool)
@@ -205,6 +206,34 @@ def test_the_replay_holds_what_happened(script, stream, tmp_path, monkeypatch):
     assert len(rows) == 600 - counts["reset"]
     np.testing.assert_array_equal(rows, np.float32(expected))
     assert rows[:, -1].sum() == counts["termination"]
+    if script.startswith("fast_sac"):
+        seen = np.concatenate([obs for obs, *_ in steps])
+        mean = newest_checkpoint(run_dir)[1]["script"]["obs_rms"]["mean"]
+        np.testing.assert_allclose(mean, seen.sum(0) / (len(seen) + 1e-4), rtol=1e-5)
+
+
+@pytest.mark.parametrize("script", OFF_POLICY)
+def test_targets_follow_the_trained_networks(script, tmp_path):
+    """From the same start, by a part of the way."""
+    flags = ["--tau=0.5", *(["--target-network-frequency=10"] if script.startswith("dqn") else [])]
+    assert run_until(script, 30, *tiny(script), *flags, f"--runs-dir={tmp_path}", "--run-name=run") == 0
+    before = newest_checkpoint(tmp_path / "run")[1]["script"]
+    assert run(script, "--resume", tmp_path / "run", "--total-timesteps=200") == 0
+    after = newest_checkpoint(tmp_path / "run")[1]["script"]
+    target_of = {"critics": "critics_target", "actor": "actor_target", "q_network": "target_network"}
+    assert not after.keys().isdisjoint(target_of.values())
+    for name, target in ((name, target) for name, target in target_of.items() if target in after):
+        assert leaves(before[name]) == leaves(before[target])
+        assert leaves(after[name]) != leaves(before[name]) != leaves(after[target]) != leaves(after[name])
+
+
+@pytest.mark.parametrize("script", OFF_POLICY)
+def test_what_is_learned_decides_on_actions(script, tmp_path):
+    """Two runs that learn at different rates act alike only before."""
+    rate = "--policy-lr" if "sac" in script else "--learning-rate"
+    flags = ["--total-timesteps=300", *(["--start-e=0", "--end-e=0"] if script.startswith("dqn") else [])]
+    ours, theirs = (replay_rows(run_tiny(script, tmp_path, *flags, f"{rate}={x}", name=x)) for x in ("1e-4", "1e-2"))
+    assert (ours[:45] == theirs[:45]).all() and not (ours[-50:] == theirs[-50:]).all()
 
 
 @pytest.mark.parametrize("script", [script for script in OFF_POLICY if not script.startswith("dqn")])

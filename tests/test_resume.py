@@ -18,6 +18,7 @@ from scripts import (
     FINISHED,
     KINDS,
     ON_POLICY,
+    ON_POLICY_REFERENCES,
     PPO,
     course,
     files_in,
@@ -34,6 +35,7 @@ from scripts import (
 )
 
 from leanrl.support.checkpoints import list_checkpoints, load_checkpoint
+from leanrl.support.envs import env_seeds
 from leanrl.support.run import Run
 from leanrl.support.tracking import read_metrics
 
@@ -206,9 +208,12 @@ def test_a_compiled_run_resumes_at_its_annealed_rate(script, run_dir, tmp_path):
     assert (compiled - eager).norm() < 0.1 * eager.norm()
 
 
-def test_more_timesteps(script, run_dir):
+def test_more_timesteps(script, run_dir, monkeypatch):
+    seeds = create_autospec(env_seeds, side_effect=env_seeds)
+    monkeypatch.setattr("leanrl.support.envs.env_seeds", seeds)
     total = FINISHED + 320  # 20 log points instead of 15
     assert run(script, "--resume", run_dir, "--total-timesteps", total) == 0
+    assert {call.args[3] for call in seeds.call_args_list} == {FINISHED}  # no episode is played again
     rows = read_metrics(run_dir)
     assert [row["global_step"] for row in rows] == list(range(64, total + 1, 64))
     if script in ON_POLICY:  # the learning rate falls to the new end
@@ -303,10 +308,12 @@ def test_max_seconds_end_a_run(script, tmp_path, second_a_step, capsys):
         return 64 * seconds if script in ON_POLICY else 55 + seconds
 
     # Off policy, 8 seconds pass from one update to the next.
-    first, second = (4, 6) if script in ON_POLICY else (9, 20)
+    first, second, sps = (4, 6, 64) if script in ON_POLICY else (9, 20, 8 / 9)
     run_dir = run_tiny(script, tmp_path, "--total-timesteps=6400", "--save-model", f"--max-seconds={first}")
     result = summary(run_dir)
-    assert result["global_step"] == expected_step(first) and not result["interrupted"] and result["sps"] > 0
+    assert result["global_step"] == expected_step(first) and not result["interrupted"]
+    # A reference's first iteration is warm-up, but its second still passes after the clock has started.
+    assert result["sps"] == pytest.approx(48 if script in ON_POLICY_REFERENCES else sps)
     assert newest_checkpoint(run_dir)[0] == result["global_step"] and (run_dir / "model.pt").exists()
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     if script in ON_POLICY:  # the second of an iteration passes after its line

@@ -190,7 +190,6 @@ def test_impala_learns_from_live_steps_and_their_targets(rollout):
     args = impala.Args(num_steps=6, num_envs=2, total_timesteps=12, num_minibatches=1)
     agent, logits, values = network(impala, rollout)
     gradients, step = impala.make_update(agent, RMSprop(agent.parameters(), args.learning_rate), [rollout], args)
-    losses = impala.train(torch.tensor([[[0, 1]]]), gradients, step, sum_in_order)
     logprob = logits[:-1].log_softmax(-1).gather(-1, rollout.actions.unsqueeze(-1)).squeeze(-1)
     log_rhos, live = logprob - rollout.logprobs, ~rollout.resets
 
@@ -199,6 +198,18 @@ def test_impala_learns_from_live_steps_and_their_targets(rollout):
         policy_loss = -(advantages * logprob)[live].sum()
         return torch.stack([policy_loss, 0.5 * (vs - values[:-1])[live].square().sum()]) / 12
 
+    # The gradient, of targets that are constants.
+    flags = rollout.terminations, rollout.dones
+    vs, advantages = slow_vtrace(log_rhos, rollout.rewards, values, *flags, args.gamma, 1.0, 1.0)
+    newlogits, newvalues = agent(rollout.obs.flatten(0, 1))
+    logprobs = newlogits.view(7, 2, 3)[:-1].log_softmax(-1)
+    newlogprob = logprobs.gather(-1, rollout.actions.unsqueeze(-1)).squeeze(-1)
+    entropy, v_losses = -(logprobs.exp() * logprobs).sum(-1), 0.5 * (vs - newvalues.view(7, 2)[:-1]) ** 2
+    loss = (-advantages * newlogprob - args.ent_coef * entropy + args.vf_coef * v_losses)[live].sum()
+    expected = torch.cat([x.flatten() for x in torch.autograd.grad(loss, list(agent.parameters()))])
+    torch.testing.assert_close(gradients[0](torch.tensor([0, 1]))[:-3], expected)
+
+    losses = impala.train(torch.tensor([[[0, 1]]]), gradients, step, sum_in_order)
     torch.testing.assert_close(losses[:2], plain_losses(rollout.rewards, rollout.terminations))
     # Mistakes that the numbers would show.
     for told in ((rollout.rewards, rollout.dones), (rollout.rewards.roll(1, 0), rollout.terminations)):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from scripts import newest_checkpoint, summary
+from scripts import course, newest_checkpoint, summary
 from sebulba_runs import DISTRIBUTED, finish, launch, needs_gpus, run_alone, run_both, tiny
 from torch.utils._pytree import tree_flatten_with_path
 
@@ -199,13 +199,15 @@ def test_actors_have_one_thread_of_pytorch_and_learners_theirs(monkeypatch, tmp_
 def test_accumulated_gradients_are_the_whole_ones(monkeypatch, tmp_path, script):
     """Up to the order of sums, where parts are not normalised by themselves."""
     flags = ["--total-timesteps=256", *(["--no-norm-adv"] if script == "cleanba_ppo" else [])]
-    states = []
+    states, losses = [], []
     for parts in (1, 2):
         folder = tmp_path / str(parts)
         more = [f"--gradient-accumulation-steps={parts}", "--policy-lag=0"]
         assert run_alone(monkeypatch, script, *tiny(folder, *flags, *more)) == 0
         states.append(newest_checkpoint(folder / "run")[1]["script"]["agent"])
+        losses.append({key: value for key, value in course(folder / "run")[-1].items() if key.startswith("losses/")})
     assert summary(folder / "run")["optimizer_steps"] == (8 if script == "cleanba_ppo" else 2)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3, abs=1e-5)
     for ours, theirs in zip(*(state.values() for state in states), strict=True):
         # Adam's steps were up to 2e-3; where a gradient is nearly 0, its last bits decide a part of them.
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)

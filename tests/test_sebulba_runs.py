@@ -93,6 +93,8 @@ def test_a_run_and_its_records(monkeypatch, capsys, tmp_path, script):
     # Whole rollouts of 2 threads * 8 environments * 16 steps only.
     assert (result["global_step"], result["num_envs"], result["interrupted"]) == (5120, 16, False)
     assert result["optimizer_steps"] == 20 * (8 if script == "cleanba_ppo" else 2)
+    (group,) = newest_checkpoint(run_dir)[1]["script"]["optimizer"]["param_groups"]
+    assert (group["eps"], group.get("alpha")) == ((1e-5, None) if script == "cleanba_ppo" else (0.01, 0.99))
     assert 50 < result["episodes"] < 500 and 10 < result["episodic_return"] < 200
     rows = read_metrics(run_dir)
     assert [row["global_step"] for row in rows] == list(range(256, 5121, 256))
@@ -160,20 +162,20 @@ def newest_lags(run_dir):
 
 
 @pytest.mark.parametrize(
-    "script, env_id, learning_rate, target, learned",
+    "script, env_id, learning_rate, target",
     [
-        *[(script, "CartPole-v1", 0.002, 120, 120) for script in DISTRIBUTED],
-        ("cleanba_ppo", "Catch-v0", 0.002, 0.8, 0.5),
-        ("cleanba_impala", "Catch-v0", 0.0006, 0.8, 0.5),
+        *[(script, "CartPole-v1", 0.002, 120) for script in DISTRIBUTED],
+        ("cleanba_ppo", "Catch-v0", 0.002, 0.8),
+        ("cleanba_impala", "Catch-v0", 0.0006, 0.8),
     ],
 )
-def test_the_newest_parameters_are_learned_from(monkeypatch, tmp_path, script, env_id, learning_rate, target, learned):
+def test_the_newest_parameters_are_learned_from(monkeypatch, tmp_path, script, env_id, learning_rate, target):
     """A random policy balances CartPole's pole for 22 steps, and catches one ball of five: a return of -0.6."""
     flags = tiny(tmp_path, "--policy-lag=newest", f"--learning-rate={learning_rate}", "--log-frequency=100")
     flags += [f"--env-id={env_id}", "--total-timesteps=400000", f"--target-return={target}"]
     assert run_alone(monkeypatch, script, *flags) == 0
     assert max(newest_lags(tmp_path / "run")) > 0
-    assert summary(tmp_path / "run")["episodic_return"] >= learned  # more episodes end in the last update
+    assert summary(tmp_path / "run")["episodic_return"] >= target
 
 
 @pytest.mark.parametrize("lag", [1, "newest"])
@@ -564,7 +566,7 @@ def test_resume_restores_all(monkeypatch, capsys, tmp_path, script):
 
 
 def test_stops_on_a_return_and_on_time(monkeypatch, tmp_path):
-    flags = ["--total-timesteps=100000000", "--log-frequency=100000"]
+    flags = ["--total-timesteps=100000000", "--log-frequency=100000", "--checkpoint-every=None"]
     assert run_alone(monkeypatch, "cleanba_impala", *tiny(tmp_path / "return", *flags, "--target-return=40")) == 0
     result = summary(tmp_path / "return" / "run")
     assert result["episodes"] >= 100
@@ -616,7 +618,7 @@ def test_cleanbas_two_terminals(tmp_path):
 def test_layouts_of_cleanbas_readme(tmp_path, learners):
     flags = ["--actor-device-ids", "0", "--learner-device-ids", *learners.split(), "--device=cpu", "--compile"]
     flags += ["--env-id=CartPole-v1", "--total-timesteps=50000", f"--runs-dir={tmp_path}", "--run-name=run"]
-    code, out = finish(launch("cleanba_ppo", *flags), 280)
+    code, out = finish(launch("cleanba_ppo", *flags), 900)
     assert code == 0 and last_step(tmp_path / "run") == 49_152, out
 
 
@@ -691,7 +693,7 @@ def test_compiled_updates_equal_eager_ones(script, action_space, mode, device):
 @pytest.mark.parametrize("script", DISTRIBUTED)
 def test_compiled_runs_learn(tmp_path, script):
     flags = tiny(tmp_path, "--learner-device-ids", 0, 1, "--total-timesteps=100000", "--num-actor-threads=1")
-    code, out = finish(launch(script, *flags, "--compile"), 240)
+    code, out = finish(launch(script, *flags, "--compile"), 900)
     assert code == 0 and summary(tmp_path / "run")["episodic_return"] > 40, out
 
 

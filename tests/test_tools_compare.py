@@ -63,7 +63,7 @@ ACTORS = "--contenders cleanba_ppo:eager --total-timesteps 30000 -- --device cpu
         ("ppo_continuous_action", "not a flag"),
         ("--max-seconds 0", "--max-seconds 0.0: must be above 0"),
         ("--sweep num-env 1", "did you mean num-envs"),
-        ("--sweep seed 1", "--seed this tool sets it"),
+        ("--sweep seed 1", "--seed is set by this tool"),
         ("--sweep num-envs", "must be a flag and numbers above 0"),
         ("--sweep num-envs 1 -- --num_envs=4", "--num_envs=4: this tool sets it"),
         (f"--sweep tau 2 --contenders {TD3}", "--tau 2.0: must be between 0 and 1"),

@@ -74,7 +74,6 @@ class Records:
         """
         run, args = self._run, self._run.args
         run.global_step += self._layout.num_envs * args.num_steps
-        run.record_episodes(*returns_and_lengths(reports))
         with open(run.dir / TIMELINE_FILE, "a") as timeline:
             timeline.write(json.dumps(self._spans(number, reports)) + "\n")
         self._lags += [number - 1 - header.version for report in reports for _, header in report.pieces]

@@ -14,7 +14,7 @@ from leanrl.sebulba.actor import ActingAgent, ActorThread, flatten
 from leanrl.sebulba.collectives import Collectives
 from leanrl.sebulba.mailbox import Stopped
 from leanrl.sebulba.pipeline import Pipeline
-from leanrl.sebulba.records import Records, Report, checksum, ended_episodes
+from leanrl.sebulba.records import Records, Report, checksum, ended_episodes, returns_and_lengths
 from leanrl.sebulba.start import Start
 from leanrl.sebulba.status import GRACE_SECONDS, Status
 from leanrl.support.cli import report_usage_error
@@ -162,6 +162,9 @@ class Worker:
         synchronize_stream(self._start.device)
         times = self._started, self._filled, time.time(), collectives.all_reduce_seconds - self._reduced
         collectives.begin("report of update", number)
+        reports = collectives.gather_reports(Report(*times, self._pieces, ended_episodes(self._layout, self.shards)))
+        if self._run is not None:
+            self._run.record_episodes(*returns_and_lengths(reports))
         params = flatten(self._agent)
         is_last = number == self._start.num_updates
         check = number % self._args.checksum_frequency == 0 or is_last
@@ -172,7 +175,6 @@ class Worker:
             if sum_of_bits != checksums[0]:
                 names = [self._layout.learner(i).name for i in (learner, 0)]
                 raise RuntimeError(f"the parameters of {' and '.join(names)} differ after update {number}")
-        reports = collectives.gather_reports(Report(*times, self._pieces, ended_episodes(self._layout, self.shards)))
         self._is_last = is_last or any(stops)
         collectives.begin("parameters of update", number)
         collectives.pass_params(params, self._is_last)
