@@ -117,7 +117,8 @@ case $command in
   usage
   ;;
 test)
-  install "" mujoco envpool hub dev
+  # With --all also the peers, which some of the long tests run.
+  install "" mujoco envpool hub dev $([[ " $* " != *" --all "* ]] || echo peers)
   # A worker on each core, each with whole files as long as there are some (tests/conftest.py).
   exec .venv/bin/python -m pytest --numprocesses=$(nproc) --dist=worksteal "$@"
   ;;

@@ -71,9 +71,9 @@ def test_what_counts_most_is_measured_first(some_gpu, tmp_path):
 
 
 def test_every_file_with_a_gpus_test_shows_it():
-    """By the mark's name, which is what is looked for; none comes from a helper."""
+    """By the mark's name, which is what is looked for, and which this file does not spell; none comes from a helper."""
     helpers = [path for path in (gpu.REPOSITORY / "tests").glob("*.py") if not path.name.startswith("test_")]
-    assert len(helpers) > 2 and not [path.name for path in helpers if "mark.cuda" in path.read_text()]
+    assert len(helpers) > 2 and not [path.name for path in helpers if "mark" + ".cuda" in path.read_text()]
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def on_cpu(tmp_path, monkeypatch):
     """The tool works on a CPU, for TD3 alone, with two files of tests; returns a call of it."""
     (tmp_path / "tests").mkdir()
     for name, condition in (("good", True), ("bad", "pathlib.Path(__file__).with_name('mended').exists()")):
-        test = f"import pathlib, pytest\n@pytest.mark.cuda\ndef test_it():\n    assert {condition}\n"
+        test = f"import pathlib, pytest\n@pytest.{'mark'}.cuda\ndef test_it():\n    assert {condition}\n"
         (tmp_path / "tests" / f"test_{name}.py").write_text(test)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = cuda\n")
     monkeypatch.setattr(gpu, "REPOSITORY", tmp_path)

@@ -80,14 +80,14 @@ def test_a_profile_without_a_kernel_is_no_result_of_a_gpu():
 
     def event(key: str, device_type, microseconds: float) -> SimpleNamespace:
         times = dict.fromkeys(("cpu_time_total", "self_cpu_time_total", "self_device_time_total"), microseconds)
-        return SimpleNamespace(key=key, device_type=device_type, **times)
+        return SimpleNamespace(key=key, device_type=device_type, is_user_annotation="#" in key, **times)
 
     events = [event("env.step", cpu, 50.0), event("aten::mm", cpu, 30.0)]
     found = profile.by_kind(SimpleNamespace(key_averages=lambda: events), 2, 500.0, "cpu")
     assert (found["environment"], found["matrix products"], found[profile.REST]) == (25.0, 15.0, 500.0 - 40.0)
     with pytest.raises(RuntimeError, match="saw no kernel"):
         profile.by_kind(SimpleNamespace(key_averages=lambda: events), 2, 500.0, "cuda")
-    events.append(event("ampere_sgemm_128", gpu, 40.0))
+    events += [event("ampere_sgemm_128", gpu, 40.0), event("Optimizer.step#Adam.step", gpu, 60.0)]
     found = profile.by_kind(SimpleNamespace(key_averages=lambda: events), 2, 500.0, "cuda")
     assert (found["environment"], found["matrix products"], found[profile.REST]) == (25.0, 20.0, 500.0 - 45.0)
 

@@ -165,8 +165,9 @@ def examine(args: Args, device: torch.device) -> int:
         trial = None
         if end.seconds_left >= RUN_SECONDS:
             print(f"[{position}/{len(turns)}] {contender.label}, round {seed}", flush=True)
-            run = run_upstream if contender.label.startswith(UPSTREAM) else trials.run_trial
-            trial = run(contender, seed, out / "runs", end)
+            own = contender, seed, out / "runs", end
+            # With an output, even None, bad input ends this run alone.
+            trial = run_upstream(*own) if contender.label.startswith(UPSTREAM) else trials.run_trial(*own, output=None)
         if trial is None or (trial.failure and end.seconds_left <= 0):
             left += len(turns) - position + 1
             break

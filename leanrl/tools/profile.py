@@ -258,7 +258,7 @@ def by_kind(profile: torch.profiler.profile, steps: int, step_us: float, device_
         if kind == "environment":
             if on_cpu:  # its time includes everything within it
                 parts[kind] += event.cpu_time_total / steps
-        elif on_gpu and not on_cpu:  # PyTorch's calls would count the time of their kernels again
+        elif on_gpu and not on_cpu and not event.is_user_annotation:  # calls and spans would count their kernels again
             parts[kind or OTHER_KERNELS] += event.self_device_time_total / steps
         elif kind is not None and not on_gpu:
             parts[kind] += event.self_cpu_time_total / steps

@@ -421,13 +421,13 @@ def peak_memory_mb(pid: int) -> float | None:
 
 
 def stop(child: subprocess.Popen) -> None:
-    """Asks a child to stop and waits; kills it and what it started if that takes too long or on a second Ctrl-C."""
+    """Asks a child to stop and waits, but not for long or beyond a second Ctrl-C; kills it then, and all it started."""
     child.terminate()
-    try:
+    with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
         child.wait(STOP_SECONDS)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+    with suppress(ProcessLookupError):  # nothing is left
         os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+    child.wait()
 
 
 def end_of(log: Path) -> str:
