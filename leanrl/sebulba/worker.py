@@ -39,7 +39,6 @@ class Worker:
             only with ``--cudagraphs``; empty if it does not learn.
         sum_over_shards: vectors of one size, one for each of ``shards`` -> their sum over all learners' shards. All
             learners must call it in step. It may overwrite the vectors.
-        leave: closes the connections to the other processes.
 
     Raises:
         UsageError: the run directory exists, or other processes were started with other flags.
@@ -58,7 +57,7 @@ class Worker:
                 reason = f"less than the {batch_size} steps of an update: every update will be saved"
                 print(f"warning: --checkpoint-every {args.checkpoint_every}: {reason}", file=sys.stderr, flush=True)
         self._collectives = Collectives(layout, member, start.device, args)
-        self.sum_over_shards, self.leave = self._collectives.sum_over_shards, self._collectives.close
+        self.sum_over_shards = self._collectives.sum_over_shards
         first_step = self._share_start()
         # From here on all processes stop together, whichever of them a signal reaches.
         self._stop = stack.enter_context(StopRequest(quiet=True))
@@ -108,7 +107,7 @@ class Worker:
         self._status.tell_under_way()
 
     def rollouts_due(self) -> Iterator[int]:
-        """Waits for each rollout of the run in turn; after the last, saves what is to be kept.
+        """Waits for each rollout of the run in turn; after the last, leaves the other processes and saves the results.
 
         A process that only acts sends its rollouts and receives parameters here, and yields nothing.
 
@@ -140,6 +139,8 @@ class Worker:
                 self._give_params(params)
             if self._is_last:
                 break
+        self._collectives.finish(self._pipeline.travelling)  # after an early stop: a rollout nobody needs
+        self._collectives.close()  # before what only the lead does: with NCCL all leave together
         if run is not None:
             # After an early stop the threads wait in vain, which would count as a stall if saving took long.
             self._stop_threads()
@@ -149,7 +150,6 @@ class Worker:
                 run.evaluate(self._args.evaluate_episodes)
             if self._args.upload_model and not summary["interrupted"]:
                 print(f"model: {upload_run(run.dir, self._args.hf_entity)}", flush=True)
-        self._collectives.finish(self._pipeline.travelling)  # after an early stop: a rollout nobody needs
 
     def publish(self, losses, optimizer_steps: int) -> None:
         """Ends the update on the last rollout, and passes the new parameters on.
@@ -223,7 +223,7 @@ def join(start: Start, script_file: str, agent: nn.Module, optimizer, network: d
     status, code = Status(start.member.name), 1
     with ExitStack() as stack:
         try:
-            yield (worker := Worker(start, script_file, agent, optimizer, network, status, stack))
+            yield Worker(start, script_file, agent, optimizer, network, status, stack)
             code = 0
         except UsageError as error:
             report_usage_error(error, script_file)
@@ -235,8 +235,6 @@ def join(start: Start, script_file: str, agent: nn.Module, optimizer, network: d
         except Exception as error:
             # Before the stack unwinds: ending the threads and a broken process group may take a while.
             status.fail(error)
-    if code == 0:  # not after an error: NCCL would wait for the others
-        worker.leave()
     sys.stdout.flush()
     sys.stderr.flush()
     # A normal exit would wait for the threads of a broken process group. Those of an intact one may still free a tensor
