@@ -220,7 +220,7 @@ NO_VECTORS = [gym.spaces.Graph(BOX, None), gym.spaces.Sequence(BOX)]
 @pytest.mark.parametrize("space", NO_VECTORS, ids=lambda space: type(space).__name__)
 def test_dict_observations_of_varying_size_are_refused(register, space):
     env_id = register(gym.spaces.Dict({"a": BOX, "b": gym.spaces.Tuple([BOX, space])}), BOX)
-    with pytest.raises(UsageError, match=rf"^--env-id {env_id}: has observations of .*{type(space).__name__}.* do not flatten"):
+    with pytest.raises(UsageError, match=rf"^--env-id {env_id}: has observations of .*{type(space).__name__}.* flat"):
         make_envs(env_id, 1, seed=1)
 
 
