@@ -54,9 +54,9 @@ pip_install() {
     die "pip could not install $*; a second ./run.sh goes on from here"
 }
 
-# install GROUP...: requirements/requirements[-GROUP].txt, once for each version of the files and each folder. Every script
-# and tool gets the environments, MuJoCo and EnvPool; what only a flag needs (the Hub, the peers) is named with its command
-# where it is missing.
+# install GROUP...: requirements/requirements[-GROUP].txt, once for each version of the files and each folder. Every
+# script and tool gets the environments, MuJoCo and EnvPool; what only a flag needs (the Hub, the peers) is named with its
+# command where it is missing.
 install() {
   local group file stamp want
   make_venv

@@ -312,7 +312,7 @@ def test_max_seconds_end_a_run(script, tmp_path, second_a_step, capsys):
     run_dir = run_tiny(script, tmp_path, "--total-timesteps=6400", "--save-model", f"--max-seconds={first}")
     result = summary(run_dir)
     assert result["global_step"] == expected_step(first) and not result["interrupted"]
-    # A reference's first iteration is warm-up, but its second still passes after the clock has started.
+    # A reference's first iteration is warm-up, but the second that it takes passes once the clock runs.
     assert result["sps"] == pytest.approx(48 if script in ON_POLICY_REFERENCES else sps)
     assert newest_checkpoint(run_dir)[0] == result["global_step"] and (run_dir / "model.pt").exists()
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]

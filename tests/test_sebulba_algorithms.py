@@ -267,8 +267,8 @@ def loss_inputs():
     return logits, values.float(), impala.Minibatch(torch.zeros(31, 2), actions, logprobs, *told)
 
 
-def loss_of(logits, values, batch, **flags):
-    return impala.impala_loss(lambda obs: (logits.flatten(0, 1), values.flatten()), batch, impala.Args(**flags))
+def loss_of(logits, values, batch):
+    return impala.impala_loss(lambda obs: (logits.flatten(0, 1), values.flatten()), batch, impala.Args())
 
 
 def test_reset_steps_change_nothing_of_impalas_loss():

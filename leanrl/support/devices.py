@@ -145,6 +145,6 @@ def use_onednn_products() -> None:
 
 def cpu_name() -> str:
     """The processor's name and, on x86, the numbers that tell its generation."""
-    cpuinfo, pattern = Path("/proc/cpuinfo"), r"cpu family\s*: (\d+)\nmodel\s*: (\d+)\nmodel name\s*: (.*)"
-    entry = cpuinfo.exists() and re.search(pattern, cpuinfo.read_text())
+    text = "".join(path.read_text() for path in Path("/proc").glob("cpuinfo"))  # only Linux has it
+    entry = re.search(r"cpu family\s*: (\d+)\nmodel\s*: (\d+)\nmodel name\s*: (.*)", text)
     return f"{entry[3]} (family {entry[1]}, model {entry[2]})" if entry else platform.processor() or platform.machine()
