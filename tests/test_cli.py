@@ -331,13 +331,6 @@ def test_several_environments_and_epochs(script, tmp_path):
     assert (result["global_step"], result["optimizer_steps"], result["num_envs"]) == (384, iterations * 2 * 4, 3)
 
 
-@pytest.mark.parametrize("script", KINDS)
-def test_default_run_name(script, tmp_path):
-    assert run(script, *tiny(script), "--total-timesteps=64", "--runs-dir", tmp_path / "deep" / "runs") == 0
-    (run_dir,) = (tmp_path / "deep" / "runs").iterdir()
-    assert re.fullmatch(rf"{tiny_env(script)}__{script}__1__\d+", run_dir.name)
-
-
 @pytest.mark.parametrize("script", KINDS[:1])
 def test_a_terminal_sees_where_the_run_is_a_bar_and_what_next(script, tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:

@@ -4,9 +4,11 @@ import importlib
 import math
 from types import SimpleNamespace
 
+import gymnasium as gym
+import numpy as np
 import pytest
 import torch
-from scripts import ON_POLICY_REFERENCES, PPO, run_tiny, summary, with_long
+from scripts import ATARI, ON_POLICY, ON_POLICY_REFERENCES, PPO, run_tiny, summary, tiny_env, with_long
 from test_off_policy_targets import product, rounded
 from torch.distributions import Categorical
 
@@ -96,6 +98,45 @@ def test_targets_by_hand(targets):
         expected = [[1 + (x + 8) / 4 for x in middle], middle, [last] * 3]
     ours = targets[0](rewards, values, terminations, dones, 0.5, 0.5)
     torch.testing.assert_close(ours, torch.tensor(expected, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("script", [script for script in ON_POLICY if script not in ATARI])
+def test_ends_are_those_that_environments_tell(script, tmp_path, monkeypatch):
+    """Through main(), with episodes that terminate or end after 15 steps; each epoch shuffles the whole batch anew."""
+    module, told, given, updates = importlib.import_module(f"leanrl.{script}"), [], [], []
+    monkeypatch.setattr(gym.spec(tiny_env(script)), "max_episode_steps", 15)
+
+    def watch(name, see):
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, **kwargs: see(function(*args, **kwargs), args))
+
+    def see_envs(envs, args):
+        def watched(actions, step=envs.step):
+            outcome = step(actions)
+            told.append([flags.copy() for flags in outcome[2:4]])
+            return outcome
+
+        envs.step = watched
+        return envs
+
+    def see_update(update, args):
+        weights = args[2].weights[:-1]  # of the rollout
+        return lambda inds: updates.append((inds.clone(), weights.clone())) or update(inds)
+
+    watch("make_envs", see_envs)
+    watch("make_update", see_update)
+    targets = "compute_gae" if "ppo" in script else "lambda_returns"
+    watch(targets, lambda found, args: given.append([flags.clone() for flags in args[2:4]]) or found)
+    run_tiny(script, tmp_path, "--num-envs=2", "--num-steps=32", "--update-epochs=2", "--total-timesteps=256")
+    terminations, truncations = torch.from_numpy(np.stack(told, axis=1)).float()
+    dones = terminations.maximum(truncations)
+    resets = torch.cat([torch.zeros(1, 2), dones[:-1]])
+    assert terminations.any() and truncations.any()
+    assert all(map(torch.equal, map(torch.cat, zip(*given, strict=True)), (terminations, dones)))
+    inds, weights = zip(*updates[-32:], strict=True)  # 4 rollouts, 2 epochs, 4 minibatches
+    assert torch.equal(torch.cat(weights[::8]), 1 - resets)
+    orders = torch.cat(inds).view(8, 64)
+    assert torch.equal(orders.sort(1).values, torch.arange(64).expand(8, 64)) and len(orders.unique(dim=0)) == 8
 
 
 # --------------------------------------------------------------------------------------------------- PPO'S LOSS

@@ -457,21 +457,15 @@ def test_compare_end_to_end(tmp_path, monkeypatch, capfd):
 
     out = capfd.readouterr().out
     assert out.strip().splitlines()[-1] == f"in {tmp_path}: compare.json, table.md, compare.png"
-    turns = [("ppo_continuous_action", 2), (FAST, 2)]
-    headings = [line.split("] ")[1] for line in out.splitlines() if line.startswith("[")]
-    assert headings == [f"{script}, seed {seed}" for script, seed in turns]
 
     record = json.loads((tmp_path / "compare.json").read_text())
     runs, (slow_row, fast_row) = record["runs"], record["rows"]
-    assert [(run["label"], run["args"]["args"]["seed"]) for run in runs] == turns
+    assert [(run["label"], run["args"]["args"]["seed"]) for run in runs] == [(entries[0], 2), (FAST, 2)]
     for run in runs:
         assert (run["summary"]["global_step"], run["summary"]["optimizer_steps"]) == (512, 16)
         assert len(run["metrics"]) == 4 and run["args"]["args"]["max_seconds"] == 30.0
-    reached = [run["summary"]["episodic_return"] for run in runs]  # of all episodes, fewer than 100
-    assert slow_row["episodic_return"] == pytest.approx(reached[:1])
     sps = [run["summary"]["sps"] for run in runs]
     assert fast_row["ratios"]["speed-up"] == pytest.approx([sps[1] / sps[0]])
-    text = (tmp_path / "table.md").read_text()
-    assert text.startswith("InvertedPendulum-v5, seed 2, ") and "| return at step 512 |" in text
+    assert (tmp_path / "table.md").read_text().startswith("InvertedPendulum-v5, seed 2, ")
     bars = compare.draw(record).axes[0].patches
     assert [bar.get_width() for bar in bars] == [np.median(row["sps"]) for row in (slow_row, fast_row)]

@@ -35,8 +35,9 @@ that mean something else to a peer are refused):
   lower of both critics, SB3 and ours on the first. SBX halves the squared error. Both add the exploration noise also to
   the random actions before learning_starts.
 - DQN: SBX's hidden layers are 120 and 120 (it reads only the first number), SB3's and ours 120 and 84. Both use the
-  Huber loss, ours the squared error. Before learning_starts they act at random, ours epsilon-greedily. With several
-  environments they decide once for all whether to explore. SB3 computes the gradient norm only to clip it at infinity.
+  Huber loss, with which our hyperparameters do not learn CartPole; ours uses the squared error. Before learning_starts
+  they act at random, ours epsilon-greedily. With several environments they decide once for all whether to explore. SB3
+  computes the gradient norm only to clip it at infinity.
 """
 
 import importlib

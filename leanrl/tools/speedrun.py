@@ -131,7 +131,8 @@ def main(args: Args) -> int:
         {f"{own.label}, seed {seed}, {cache} cache": partial(run, seed, cache, own) for seed, cache, own in turns}
     )
     final = record()
-    common.write_results(out, "speedrun", final, f"{title(final)}\n\n{render_table(final)}", draw(final))
+    text = f"{task.env_id} to {task.target:,}, {common.describe_machine(final['machine'])}\n\n{render_table(final)}"
+    common.write_results(out, "speedrun", final, text, draw(final))
     return 130 if len(ended) < len(turns) else int(any(run["failure"] for run in runs))
 
 
@@ -244,16 +245,11 @@ def render_table(record: dict) -> str:
     return f"{table}\n\nvs holder (the first): how many times as fast, the median of the ratios within a seed."
 
 
-def title(record: dict) -> str:
-    """What is to be learned, and on which machine."""
-    return f"{record['env_id']} to {record['target']:,}, {common.describe_machine(record['machine'])}"
-
-
 def draw(*records: dict):
     """The figure: evaluated return against wall clock, a line per run, a panel per task and cache."""
     panels = [(record, cache) for record in records for cache in dict.fromkeys(run["cache"] for run in record["runs"])]
     rows, columns = math.ceil(len(panels) / 2), min(2, len(panels))
-    figure = common.new_figure(5.5 * columns, 4 * rows)
+    figure = common.new_figure(5.5 * columns, 4.4 * rows)
     for place, (record, cache) in enumerate(panels, 1):
         axes = figure.add_subplot(rows, columns, place)
         holder, *others = dict.fromkeys(run["label"] for run in record["runs"])
@@ -265,8 +261,9 @@ def draw(*records: dict):
         axes.axhline(record["target"], color="black", linestyle=":", linewidth=1)
         axes.set_title(f"{record['env_id']} to {record['target']:,}, {cache} cache", loc="left")
         axes.set(xlabel="seconds of wall clock since the process started", ylabel="mean return", xlim=(0, None))
-        lines = [axes.plot([], [], styles[label], color=colors[label], label=label)[0] for label in colors]
-        axes.legend(handles=lines, fontsize=8)
+        lines = [axes.plot([], [], styles[label], color=color)[0] for label, color in colors.items()]
+        names = [label if len(label) < 70 else f"{label[:66]} ..." for label in colors]
+        axes.legend(lines, names, fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(0, -0.17))
         common.clean(axes)
     figure.suptitle(f"Evaluations until two reach the target, {common.describe_machine(records[0]['machine'])}")
     return figure
