@@ -102,9 +102,9 @@ def test_targets_by_hand(targets):
 
 @pytest.mark.parametrize("script", [script for script in ON_POLICY if script not in ATARI])
 def test_ends_are_those_that_environments_tell(script, tmp_path, monkeypatch):
-    """Through main(), with episodes that terminate or end after 15 steps; each epoch shuffles the whole batch anew."""
+    """Through main(), with episodes that terminate or end after 14 steps; each epoch shuffles the whole batch anew."""
     module, told, given, updates = importlib.import_module(f"leanrl.{script}"), [], [], []
-    monkeypatch.setattr(gym.spec(tiny_env(script)), "max_episode_steps", 15)
+    monkeypatch.setattr(gym.spec(tiny_env(script)), "max_episode_steps", 14)
 
     def watch(name, see):
         function = getattr(module, name)
@@ -127,16 +127,16 @@ def test_ends_are_those_that_environments_tell(script, tmp_path, monkeypatch):
     watch("make_update", see_update)
     targets = "compute_gae" if "ppo" in script else "lambda_returns"
     watch(targets, lambda found, args: given.append([flags.clone() for flags in args[2:4]]) or found)
-    run_tiny(script, tmp_path, "--num-envs=2", "--num-steps=32", "--update-epochs=2", "--total-timesteps=256")
+    run_tiny(script, tmp_path, "--num-envs=2", "--num-steps=8", "--update-epochs=2", "--total-timesteps=1024")
     terminations, truncations = torch.from_numpy(np.stack(told, axis=1)).float()
     dones = terminations.maximum(truncations)
     resets = torch.cat([torch.zeros(1, 2), dones[:-1]])
-    assert terminations.any() and truncations.any()
+    assert terminations.any() and truncations.any() and dones[7:-1:8].any()
     assert all(map(torch.equal, map(torch.cat, zip(*given, strict=True)), (terminations, dones)))
-    inds, weights = zip(*updates[-32:], strict=True)  # 4 rollouts, 2 epochs, 4 minibatches
+    inds, weights = zip(*updates[-512:], strict=True)  # 64 rollouts, 2 epochs, 4 minibatches
     assert torch.equal(torch.cat(weights[::8]), 1 - resets)
-    orders = torch.cat(inds).view(8, 64)
-    assert torch.equal(orders.sort(1).values, torch.arange(64).expand(8, 64)) and len(orders.unique(dim=0)) == 8
+    orders = torch.cat(inds).view(128, 16)
+    assert torch.equal(orders.sort(1).values, torch.arange(16).expand(128, 16)) and len(orders.unique(dim=0)) == 128
 
 
 # --------------------------------------------------------------------------------------------------- PPO'S LOSS
