@@ -102,9 +102,9 @@ def test_targets_by_hand(targets):
 
 @pytest.mark.parametrize("script", [script for script in ON_POLICY if script not in ATARI])
 def test_ends_are_those_that_environments_tell(script, tmp_path, monkeypatch):
-    """Through main(), with episodes that terminate or end after 14 steps; each epoch shuffles the whole batch anew."""
+    """Through main(), with episodes that terminate or end after 20 steps; each epoch shuffles the whole batch anew."""
     module, told, given, updates = importlib.import_module(f"leanrl.{script}"), [], [], []
-    monkeypatch.setattr(gym.spec(tiny_env(script)), "max_episode_steps", 14)
+    monkeypatch.setattr(gym.spec(tiny_env(script)), "max_episode_steps", 20)
 
     def watch(name, see):
         function = getattr(module, name)
