@@ -2,6 +2,7 @@
 
 import importlib
 import math
+from copy import deepcopy
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -111,24 +112,20 @@ def test_ends_are_those_that_environments_tell(script, tmp_path, monkeypatch):
         monkeypatch.setattr(module, name, lambda *args, **kwargs: see(function(*args, **kwargs), args))
 
     def see_envs(envs, args):
-        def watched(actions, step=envs.step):
-            outcome = step(actions)
-            told.append([flags.copy() for flags in outcome[2:4]])
-            return outcome
-
-        envs.step = watched
+        step = envs.step
+        envs.step = lambda actions: told.append(deepcopy(step(actions))) or told[-1]
         return envs
 
     def see_update(update, args):
-        weights = args[2].weights[:-1]  # of the rollout
-        return lambda inds: updates.append((inds.clone(), weights.clone())) or update(inds)
+        # The third argument is the rollout.
+        return lambda inds: updates.append((inds.clone(), args[2].weights[:-1].clone())) or update(inds)
 
     watch("make_envs", see_envs)
     watch("make_update", see_update)
     targets = "compute_gae" if "ppo" in script else "lambda_returns"
     watch(targets, lambda found, args: given.append([flags.clone() for flags in args[2:4]]) or found)
     run_tiny(script, tmp_path, "--num-envs=2", "--num-steps=8", "--update-epochs=2", "--total-timesteps=1024")
-    terminations, truncations = torch.from_numpy(np.stack(told, axis=1)).float()
+    terminations, truncations = torch.from_numpy(np.array([*zip(*told, strict=True)][2:4])).float()
     dones = terminations.maximum(truncations)
     resets = torch.cat([torch.zeros(1, 2), dones[:-1]])
     assert terminations.any() and truncations.any() and dones[7:-1:8].any()

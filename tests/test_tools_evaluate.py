@@ -283,6 +283,11 @@ def test_a_file_cannot_choose_what_is_imported(tmp_path, monkeypatch, script, re
     assert "is not a script of this version" in refusal(evaluate, run_dir)
 
 
+@pytest.mark.parametrize("flags", [["--episodes=0"], ["--episodes=-3"], ["--seed=-1"]])
+def test_bad_numbers(tmp_path, flags, refusal):
+    assert flags[0].split("=")[0] in refusal(evaluate, untrained(tmp_path / "run", "Hopper-v5"), *flags)
+
+
 # -------------------------------------------------------------------------------------------------------------- VIDEO
 
 
