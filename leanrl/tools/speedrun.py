@@ -262,10 +262,11 @@ def draw(*records: dict):
         axes.set_title(f"{record['env_id']} to {record['target']:,}, {cache} cache", loc="left")
         axes.set(xlabel="seconds of wall clock since the process started", ylabel="mean return", xlim=(0, None))
         lines = [axes.plot([], [], styles[label], color=color)[0] for label, color in colors.items()]
-        names = [label if len(label) < 70 else f"{label[:66]} ..." for label in colors]
-        axes.legend(lines, names, fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(0, -0.17))
+        # Beneath the curves; a name that is longer is whole in the table.
+        axes.legend(lines, [f"{name:.70}" for name in colors], fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.17))
         common.clean(axes)
-    figure.suptitle(f"Evaluations until two reach the target, {common.describe_machine(records[0]['machine'])}")
+    machine = common.describe_machine(records[0]["machine"])
+    figure.suptitle(f"Evaluations until two reach the target\n{machine}", fontsize=9)
     return figure
 
 
