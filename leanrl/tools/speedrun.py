@@ -69,7 +69,7 @@ PQN = (
 )
 PPO = (
     "ppo_continuous_action_torchcompile:compile --env-backend envpool --num-envs 8 --num-steps 256"
-    " --learning-rate 7e-4 --update-epochs 10"
+    " --learning-rate 7e-4 --update-epochs 6"
 )
 PPO_ATARI = f"ppo_atari_envpool_torchcompile:compile{BF16} --norm-obs --num-envs 16 --num-steps 64 --learning-rate 1e-3"
 TASKS = {
