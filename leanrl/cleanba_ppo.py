@@ -1,8 +1,8 @@
 """Proximal Policy Optimization (PPO), distributed: actors on threads, learners that sum their gradients.
 
 Papers: https://arxiv.org/abs/1707.06347 (PPO), https://arxiv.org/abs/2310.00036 (Cleanba, the source of flags
-and hyperparameters). What differs: rollouts carry the version of the parameters that produced them, minibatches are
-drawn at random within shards that need not depend on the layout, truncated episodes are bootstrapped, and steps
+and hyperparameters). What differs: 48 environments a thread and, by default, no policy lag; minibatches are drawn at
+random within shards, which --num-shards keeps equal in every layout; truncated episodes are bootstrapped; and steps
 that only reset an environment are left out of the loss. The runtime is leanrl/sebulba/.
 
     python leanrl/cleanba_ppo.py --env-id Breakout-v5                                # actor and learner on one device
@@ -150,7 +150,7 @@ class ResidualBlock(nn.Module):
 
 
 class ConvSequence(nn.Module):
-    """A convolution, max-pooling to half the size, and two residual blocks: [B, C, H, W] -> [B, C', H / 2, W / 2]"""
+    """A convolution, max-pooling to half the size, and two residual blocks: [B, C, H, W] -> [B, C', ⌈H/2⌉, ⌈W/2⌉]"""
 
     def __init__(self, in_channels: int, channels: int) -> None:
         super().__init__()
@@ -301,9 +301,9 @@ def compute_gae(
 ) -> torch.Tensor:
     """Generalised advantage estimation (https://arxiv.org/abs/1506.02438, equation 16), as a scan backwards in time.
 
-    ``values[t + 1]`` is the value of the observation after step t, the true last one if step t ended an episode. It is
-    bootstrapped from unless the episode terminated; ``dones`` (terminated or truncated) ends the sum. Advantages of
-    steps that only reset an environment are meaningless, and affect no other step.
+    ``values[t + 1]`` is the value of the observation after step t, the final one if step t ended an episode. It is the
+    bootstrap value unless the episode terminated; ``dones`` (terminated or truncated) ends the sum. Advantages of steps
+    that only reset an environment are meaningless, and affect no other step.
 
     Args:
         rewards, terminations, dones: [T, N]; the flags as floats.
@@ -323,7 +323,7 @@ def weighted_mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 class Minibatch(NamedTuple):
-    """Steps to learn from, [B, ...] each."""
+    """Steps to learn from, each [B, ...]."""
 
     obs: torch.Tensor
     actions: torch.Tensor
@@ -334,7 +334,7 @@ class Minibatch(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """What an update logs, a 0-d tensor each."""
+    """What an update logs, each a 0-d tensor."""
 
     policy_loss: torch.Tensor
     value_loss: torch.Tensor
@@ -400,18 +400,12 @@ class Batch(Minibatch):
         return Minibatch(*(column.flatten(0, 1)[inds] for column in self))
 
 
-def fill_targets(batch: Batch, rollout: Rollout, get_value: Callable, args: Args) -> None:
-    """Advantages, returns and weights of a shard, from the values that the actors computed.
-
-    Args:
-        get_value: [n, ...] -> [n]; gives the values of the last observations, by the learner's parameters. At policy
-            lag 0 the actors played with the same parameters, at a larger lag with older ones.
-    """
-    values = torch.cat([rollout.values, get_value(rollout.obs[-1]).unsqueeze(0)])
+def fill_targets(batch: Batch, rollout: Rollout, args: Args) -> None:
+    """Advantages, returns and weights of a shard, from the values that the actors computed."""
     terminations, dones = rollout.terminations.float(), rollout.dones.float()
-    advantages = compute_gae(rollout.rewards, values, terminations, dones, args.gamma, args.gae_lambda)
+    advantages = compute_gae(rollout.rewards, rollout.values, terminations, dones, args.gamma, args.gae_lambda)
     batch.advantages.copy_(advantages)
-    batch.returns.copy_(advantages + rollout.values)
+    batch.returns.copy_(advantages + rollout.values[:-1])
     batch.weights.copy_(1.0 - rollout.resets.float())
 
 
@@ -447,25 +441,19 @@ def scale_rewards(
 
 def make_update(
     agent: nn.Module, optimizer: Adam, batches: Sequence[Batch], args: Args
-) -> tuple[Callable, list[Callable], Callable]:
+) -> tuple[list[Callable], Callable]:
     """The functions of an update that are compiled. The learners sum their gradients between ``gradient`` and ``step``.
 
     Args:
         batches: of this learner's shards.
 
     Returns:
-        ``get_value(obs)``: [n, ...] -> [n];
         ``gradient(mb_inds)`` for each batch: what these rows add to the minibatch's gradient and losses, [P + 6];
-        ``step(summed)``: takes an optimiser step with the sum of these; returns the losses [6] (of Losses).
+        ``step(summed)``: takes an optimiser step with the sum of these; returns the Losses, stacked [6].
     """
     device_type = optimizer.params[0].device.type
     autocast = partial(torch.autocast, device_type, torch.bfloat16, enabled=args.amp == "bf16")
     sizes = [p.numel() for p in optimizer.params]
-
-    @torch.no_grad()
-    def get_value(obs: torch.Tensor) -> torch.Tensor:
-        with autocast():
-            return agent(obs)[1]
 
     def make_gradient(batch: Batch) -> Callable:
         # A minibatch's losses are the mean over all shards, and over the slices that are accumulated.
@@ -493,7 +481,7 @@ def make_update(
         optimizer.zero_grad()
         return losses.clone()
 
-    return get_value, [make_gradient(batch) for batch in batches], step
+    return [make_gradient(batch) for batch in batches], step
 
 
 def train_epoch(
@@ -551,11 +539,13 @@ def play(thread: ActorThread, act: Callable, args: Args) -> None:
             obs, rewards, terminations, truncations, infos = thread.envs.step(rollout.actions(step))
             rollout.record(step, rewards, terminations, truncations, resets, infos)
             resets = terminations | truncations
-        rollout.observe(args.num_steps, obs)
+        device_obs = rollout.observe(args.num_steps, obs)
+        for block in thread.blocks:  # for the values that the last step leads to
+            rollout.choices[args.num_steps, :, block] = act(device_obs[block], noise[-1, block])
 
 
 def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
-    """The policy of a saved model: observations [N, ...] -> the likeliest actions [N], or the mean ones."""
+    """A saved model's policy: observations [N, ...] -> most likely actions [N], or mean ones [N, action_dim]."""
     space = envs.single_action_space
     agent = make_agent(envs.single_observation_space, space, Args(**model["network"]))
     agent.load_state_dict(model["agent"])
@@ -574,13 +564,13 @@ def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray
 
 
 def make_executables(
-    acts: Sequence[Callable], get_value: Callable, gradients: Sequence[Callable], step: Callable, start: Start
-) -> tuple[list[Callable], Callable, list[Callable], Callable]:
+    acts: Sequence[Callable], gradients: Sequence[Callable], step: Callable, start: Start
+) -> tuple[list[Callable], list[Callable], Callable]:
     """The functions, compiled and captured as the flags say."""
     args = start.args
     executable = partial(make_executable, device=start.device, compile=args.compile, cudagraphs=args.cudagraphs)
     acts = [executable(act, urgent=True) for act in acts]
-    return acts, executable(get_value), [executable(gradient) for gradient in gradients], executable(step)
+    return acts, [executable(gradient) for gradient in gradients], executable(step)
 
 
 # -------------------------------------------------------------------------------------------------------------- MAIN
@@ -605,8 +595,8 @@ def main(args: Args) -> None:
         acts = [make_act(thread.agent, args) for thread in worker.threads]
         rollouts = list(worker.shards.values())
         batches = [Batch.of(rollout) for rollout in rollouts]
-        get_value, gradients, step = make_update(agent, optimizer, batches, args)
-        acts, get_value, gradients, step = make_executables(acts, get_value, gradients, step, start)
+        gradients, step = make_update(agent, optimizer, batches, args)
+        acts, gradients, step = make_executables(acts, gradients, step, start)
 
         with worker.warm_up():
             for _ in range(WARMUP_CALLS if args.cudagraphs else 1):
@@ -614,7 +604,7 @@ def main(args: Args) -> None:
                     for thread, act in zip(worker.threads, acts, strict=True):
                         act(*thread.example)
                 for batch, rollout, gradient in zip(batches, rollouts, gradients, strict=True):
-                    fill_targets(batch, rollout, get_value, args)
+                    fill_targets(batch, rollout, args)
                     mb_inds = torch.arange(num_rows // args.num_minibatches, device=device)
                     step(gradient(mb_inds.chunk(args.gradient_accumulation_steps)[0]))
         for thread, act in zip(worker.threads, acts, strict=True):
@@ -629,7 +619,7 @@ def main(args: Args) -> None:
             if is_continuous:
                 scale_rewards(agent.return_moments, rollouts, discounted, worker.sum_over_shards, args.gamma)
             for batch, rollout in zip(batches, rollouts, strict=True):
-                fill_targets(batch, rollout, get_value, args)
+                fill_targets(batch, rollout, args)
             losses = torch.zeros(len(Losses._fields), device=device)
             for epoch in range((number - 1) * args.update_epochs, number * args.update_epochs):
                 orders = [shard_generator(args.seed, shard, epoch).permutation(num_rows) for shard in worker.shards]

@@ -128,10 +128,10 @@ def cleanba_ppo(action_space=THREE_ACTIONS, torso="auto"):
     args = script.Args(num_envs=NUM_ENVS, num_steps=4, norm_adv=False, torso=torso)
     agent, rollout, act = actor_learner(script, args, action_space)
     batch = script.Batch.of(rollout)
-    get_value, (gradient,), step = script.make_update(agent, Adam(agent.parameters(), lr=1e-3), [batch], args)
-    script.fill_targets(batch, rollout, get_value, args)
+    (gradient,), step = script.make_update(agent, Adam(agent.parameters(), lr=1e-3), [batch], args)
+    script.fill_targets(batch, rollout, args)
     inds = torch.arange(8, device=META)
-    return [lambda: get_value(rollout.obs[-1]), lambda: step(gradient(inds)), act]
+    return [lambda: step(gradient(inds)), act]
 
 
 def continuous_cleanba_ppo():

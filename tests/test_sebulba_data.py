@@ -126,22 +126,22 @@ def test_ppo_learns_from_live_steps_and_their_targets(rollout):
     args = ppo.Args(num_steps=6, num_envs=2, total_timesteps=12, num_minibatches=1, update_epochs=1, norm_adv=False)
     agent, logits, values = network(ppo, rollout)
     batch = ppo.Batch.of(rollout)
-    get_value, gradients, step = ppo.make_update(agent, Adam(agent.parameters(), args.learning_rate), [batch], args)
-    ppo.fill_targets(batch, rollout, get_value, args)
+    gradients, step = ppo.make_update(agent, Adam(agent.parameters(), args.learning_rate), [batch], args)
+    ppo.fill_targets(batch, rollout, args)
     told = {"obs": rollout.obs, "actions": rollout.actions, "logprobs": rollout.logprobs, "weights": ~rollout.resets}
     for name, rows in batch.minibatch(torch.tensor([5, 4, 11]))._asdict().items():
         column = told.get(name, getattr(batch, name))
         assert torch.equal(rows, torch.stack([column[2, 1], column[2, 0], column[5, 1]]).to(rows.dtype)), name
 
     losses = ppo.train_epoch([torch.randperm(12)], gradients, step, sum_in_order, args)
-    live, old_values = ~rollout.resets, torch.cat([rollout.values, values[-1:]])
+    live = ~rollout.resets
     newlogprob = logits[:-1].log_softmax(-1).gather(-1, rollout.actions.unsqueeze(-1)).squeeze(-1)
     ratio = (newlogprob - rollout.logprobs).exp()[live]
 
     def plain_losses(rewards: torch.Tensor, terminations: torch.Tensor) -> torch.Tensor:
-        advantages = slow_gae(rewards, old_values, terminations, rollout.dones, args.gamma, args.gae_lambda)[live]
+        advantages = slow_gae(rewards, rollout.values, terminations, rollout.dones, args.gamma, args.gae_lambda)[live]
         policy_loss = -torch.min(advantages * ratio, advantages * ratio.clamp(0.9, 1.1)).mean()
-        value_loss = 0.5 * ((values[:-1] - rollout.values)[live] - advantages).square().mean()
+        value_loss = 0.5 * ((values - rollout.values)[:-1][live] - advantages).square().mean()
         return torch.stack([policy_loss, value_loss])
 
     torch.testing.assert_close(losses[:2], plain_losses(rollout.rewards, rollout.terminations))

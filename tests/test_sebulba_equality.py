@@ -166,10 +166,12 @@ def test_acting_follows_the_learner(monkeypatch, tmp_path, script, env_id):
     @torch.no_grad()
     def compare(worker):
         for rollout in worker.shards.values():
-            policy, values = worker._agent(rollout.obs[:-1].flatten(0, 1))
+            policy, _ = worker._agent(rollout.obs[:-1].flatten(0, 1))
             logprobs = ppo.distribution(policy).log_prob(rollout.actions.flatten(0, 1))
             errors.append((logprobs - rollout.logprobs.flatten()).abs().max().item())
-            torch.testing.assert_close(rollout.values.flatten(), values, rtol=1e-5, atol=1e-5)
+            known = slice(-1 if script == "cleanba_impala" else None)  # of the last row only PPO needs the values
+            values = worker._agent(rollout.obs[known].flatten(0, 1))[1]
+            torch.testing.assert_close(rollout.values[known].flatten(), values, rtol=1e-5, atol=1e-5)
 
     monkeypatch.setattr(Worker, "rollouts_due", lambda self: (compare(self) or n for n in rollouts_due(self)))
     flags = ["--total-timesteps=5120", "--policy-lag=0", "--num-shards=2", "--learning-rate=0.01"]

@@ -510,7 +510,7 @@ def test_another_run_at_the_port_is_refused_by_name(monkeypatch):
     # The same command once more, by mistake.
     store.set("leanrl run", ours)
     dist.PrefixStore("mine, attempt 0", store).add("rank 1", 1)
-    with pytest.raises(UsageError, match=f"^MASTER_PORT {store.port}: .* calls itself {ours}, too, and has a rank 1"):
+    with pytest.raises(UsageError, match=f"^MASTER_PORT {store.port}: .* calls itself {ours} and has a rank 1"):
         meets(monkeypatch, 1, store.port)
 
 
@@ -664,8 +664,8 @@ def test_compiled_updates_equal_eager_ones(script, action_space, mode, device):
         optimizer = (Adam if script == "cleanba_ppo" else RMSprop)(agent.parameters(), lr=args.learning_rate)
         if script == "cleanba_ppo":
             batch = module.Batch.of(rollout)
-            get_value, gradients, step = module.make_update(agent, optimizer, [batch], args)
-            module.fill_targets(batch, rollout, get_value, args)
+            gradients, step = module.make_update(agent, optimizer, [batch], args)
+            module.fill_targets(batch, rollout, args)
             rows = torch.arange(128, device=device)
             train = partial(module.train_epoch, [rows], args=args)
         else:

@@ -93,7 +93,7 @@ class ActorThread:
         self.obs = Rollout.allocate(start.space, self.action_space, 1, num_envs, self.device).obs[0]
         self.host_obs = torch.zeros(self.obs.shape, dtype=self.obs.dtype, pin_memory=True) if self.obs.is_cuda else None
         action_size = int(np.prod(self.action_space.shape))  # 1 for Discrete actions
-        self.choices = torch.zeros(args.num_steps, action_size + 2, num_envs, device=self.device)
+        self.choices = torch.zeros(args.num_steps + 1, action_size + 2, num_envs, device=self.device)
         self.example = self.obs[:size], torch.zeros(size, policy_size(self.action_space), device=self.device)
         self.episodes = EpisodeStatistics(num_envs)
         self.stopped = False
@@ -193,8 +193,8 @@ class ThreadRollout:
 
     Attributes:
         steps: indices of its T steps in the run; those of rollout r start at r T.
-        choices: [T, 3, n], to be filled with actions, their log-probabilities and values. Actions of several dimensions
-            take as many rows.
+        choices: [T + 1, 3, n], to be filled with actions, their log-probabilities and values; of the last row only the
+            values count. Actions of several dimensions take as many rows.
     """
 
     def __init__(self, thread: ActorThread, pieces: list[Rollout], header: Header) -> None:
@@ -203,7 +203,7 @@ class ThreadRollout:
         columns = [slice(piece.envs.start - first, piece.envs.stop - first) for piece in thread.pieces]
         self._pieces = list(zip(pieces, columns, strict=True))
         self.choices = thread.choices
-        num_steps = len(self.choices)
+        num_steps = len(self.choices) - 1
         self.steps = range(int(header.rollout) * num_steps, int(header.rollout + 1) * num_steps)
         shape = num_steps, thread.envs.num_envs
         self._outcome = {name: np.zeros(shape, bool) for name in ("terminations", "dones", "resets")}
@@ -255,9 +255,9 @@ class ThreadRollout:
         """Copies everything to the pieces, the header included."""
         header = torch.tensor(self._header._replace(ended=time.time(), **self._seconds), dtype=torch.float64)
         for piece, columns in self._pieces:
-            actions = self.choices[:, :-2, columns].mT
+            actions = self.choices[:-1, :-2, columns].mT
             piece.actions.view(actions.shape).copy_(actions)
-            piece.logprobs.copy_(self.choices[:, -2, columns])
+            piece.logprobs.copy_(self.choices[:-1, -2, columns])
             piece.values.copy_(self.choices[:, -1, columns])
             for name, values in self._outcome.items():
                 getattr(piece, name).copy_(torch.from_numpy(values[:, columns]))

@@ -42,7 +42,7 @@ class Rollout(NamedTuple):
     obs: torch.Tensor  # [T + 1, n, ...] in the environment's dtype
     actions: torch.Tensor  # [T, n] int64, or [T, n, action_dim] float32 as sampled, not clipped to their bounds
     logprobs: torch.Tensor  # [T, n] of the actions under the policy that chose them
-    values: torch.Tensor  # [T, n] of obs[:-1], by the same network
+    values: torch.Tensor  # [T + 1, n] of obs, by the same network; IMPALA leaves out the last row
     rewards: torch.Tensor  # [T, n] for learning (clipped on Atari)
     returns: torch.Tensor  # [T, n] raw return of the episode or game that ended on this step; NaN where none did
     lengths: torch.Tensor  # [T, n] its length in environment steps
@@ -62,7 +62,8 @@ class Rollout(NamedTuple):
             "header": ((len(Header._fields),), torch.float64),
             "obs": ((num_steps + 1, num_envs, *obs_shape), torch.from_numpy(space.sample()).dtype),
             "actions": ((*per_step, *action_space.shape), torch.float32 if action_space.shape else torch.int64),
-            **dict.fromkeys(("logprobs", "values", "rewards", "returns", "lengths"), (per_step, torch.float32)),
+            "values": ((num_steps + 1, num_envs), torch.float32),
+            **dict.fromkeys(("logprobs", "rewards", "returns", "lengths"), (per_step, torch.float32)),
             **dict.fromkeys(("terminations", "dones", "resets"), (per_step, torch.bool)),
         }
         sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in fields.items()}
