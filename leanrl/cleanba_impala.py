@@ -1,9 +1,9 @@
 """IMPALA, distributed: actors on threads, learners that correct for the actors' lag with V-trace.
 
 Papers: https://arxiv.org/abs/1802.01561 (IMPALA), https://arxiv.org/abs/2310.00036 (Cleanba, the source of
-flags and hyperparameters). What differs: rewards, dones and masks belong to the transition that their action caused,
-truncated episodes are bootstrapped, and the summed gradient need not depend on the number of learners. The runtime is
-leanrl/sebulba/. Its sibling cleanba_ppo.py differs in targets, loss and update.
+flags and hyperparameters). What differs: 48 environments a thread; rewards, dones and masks are aligned with the action
+that caused them, truncated episodes are bootstrapped, and the summed gradient need not depend on the number of
+learners. The runtime is leanrl/sebulba/. cleanba_ppo.py has other targets, loss and update, and continuous actions.
 
     python leanrl/cleanba_impala.py --env-id Breakout-v5                             # actor and learner on one device
     python leanrl/cleanba_impala.py --actor-device-ids 0 --learner-device-ids 1 2    # an actor and two learners
@@ -141,7 +141,7 @@ class ResidualBlock(nn.Module):
 
 
 class ConvSequence(nn.Module):
-    """A convolution, max-pooling to half the size, and two residual blocks: [B, C, H, W] -> [B, C', H / 2, W / 2]"""
+    """A convolution, max-pooling to half the size, and two residual blocks: [B, C, H, W] -> [B, C', ⌈H/2⌉, ⌈W/2⌉]"""
 
     def __init__(self, in_channels: int, channels: int) -> None:
         super().__init__()
@@ -270,9 +270,9 @@ def vtrace(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """V-trace targets (the paper's equation 1) and the advantages of its policy gradient, as a scan backwards in time.
 
-    ``values[t + 1]`` is the value of the observation after step t, the true last one if step t ended an episode. It is
-    bootstrapped from unless the episode terminated; ``dones`` (terminated or truncated) ends the trace. Results for
-    steps that only reset an environment are meaningless, and affect no other step.
+    ``values[t + 1]`` is the value of the observation after step t, the final one if step t ended an episode. It is the
+    bootstrap value unless the episode terminated; ``dones`` (terminated or truncated) ends the trace. Results for steps
+    that only reset an environment are meaningless, and affect no other step.
 
     Args:
         log_rhos: [T, N], log of the learner's probability of the action over the actor's.
@@ -307,7 +307,7 @@ class Minibatch(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """What an update logs, a 0-d tensor each."""
+    """What an update logs, each a 0-d tensor."""
 
     policy_loss: torch.Tensor
     value_loss: torch.Tensor
@@ -353,7 +353,7 @@ def make_update(
     Returns:
         ``gradient(mb_envs)`` for each rollout: what these environments add to the minibatch's gradient and losses,
         [P + 3];
-        ``step(summed)``: takes an optimiser step with the sum of these; returns the losses [3] (of Losses).
+        ``step(summed)``: takes an optimiser step with the sum of these; returns the Losses, stacked [3].
     """
     device_type = optimizer.params[0].device.type
     sizes = [p.numel() for p in optimizer.params]
@@ -440,7 +440,7 @@ def play(thread: ActorThread, act: Callable, args: Args) -> None:
 
 
 def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
-    """The likeliest actions of a saved model's policy: observations [N, ...] -> actions [N]."""
+    """A saved model's policy: observations [N, ...] -> most likely actions [N]."""
     agent = make_agent(envs.single_observation_space, envs.single_action_space, Args(**model["network"]))
     agent.load_state_dict(model["agent"])
 

@@ -78,7 +78,7 @@ class Args(RunArgs):
     learning_starts: int = 10_000
     """environment steps before the first update"""
     updates_per_step: float = 0.1
-    """updates per environment step; stepping N environments once counts as N, and resets count too"""
+    """updates per environment step; one step of N environments counts as N, resets included"""
 
 
 def validate(args: Args) -> None:
@@ -229,7 +229,7 @@ def main(args: Args) -> None:
 
     with Run(args, __file__, device, total_steps=args.total_timesteps // args.num_envs * args.num_envs) as run:
         run.model = lambda: {"q_network": q_network.state_dict()}
-        schedule = state.resume(run)
+        schedule = state.resume(run)  # of updates: --learning-starts and --updates-per-step
 
         # resets: whether an environment's next step only resets it (NEXT_STEP autoreset).
         obs, resets = start_envs(envs, episodes, run.resumed and run.resumed["envs"])

@@ -1,15 +1,15 @@
 """Deep Q-Network (DQN), made fast with torch.compile and CUDA graphs.
 
 The same program as dqn.py: read that first, then diff the two to see what was made fast. ``--compile`` and
-``--cudagraphs`` can be switched on one by one.
+``--cudagraphs`` can be switched on independently.
 
     python leanrl/dqn_torchcompile.py --env-id CartPole-v1 --compile
     python leanrl/dqn_torchcompile.py --compile --cudagraphs     # on a CUDA device
 
 What differs (measured speed-ups: doc/optimizations.md):
-- transitions wait on the CPU until an update is due; then one copy to the device and one call write them to the
-  replay, sample and train. Between updates, an environment step costs only the greedy action, or nothing if the action
-  is random;
+- transitions wait on the CPU until an update is due; then one copy takes them to the device, and one call
+  stores them, samples and trains. Between updates, an environment step costs only the greedy action, or nothing if
+  the action is random;
 - the greedy action for one observation is compiled into a few loops, without BLAS calls;
 - torch.compile traces ``loss.backward()`` and the step of our own Adam, so an update is one graph.
 
@@ -93,7 +93,7 @@ class Args(RunArgs):
     learning_starts: int = 10_000
     """environment steps before the first update"""
     updates_per_step: float = 0.1
-    """updates per environment step; stepping N environments once counts as N, and resets count too"""
+    """updates per environment step; one step of N environments counts as N, resets included"""
 
 
 def validate(args: Args) -> None:
@@ -328,7 +328,7 @@ def main(args: Args) -> None:
 
     with Run(args, __file__, device, total_steps=args.total_timesteps // args.num_envs * args.num_envs) as run:
         run.model = lambda: {"q_network": q_network.state_dict()}
-        schedule = state.resume(run)
+        schedule = state.resume(run)  # of updates: --learning-starts and --updates-per-step
 
         with run.warmup(), untouched(state.tensors(), device):
             replay.size.clamp_(min=1)  # there must be a transition to sample

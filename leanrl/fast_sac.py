@@ -6,8 +6,8 @@ are those of sac_continuous_action.py. What FastSAC adds:
   SAC's minimum;
 - layer norm in all networks, and observations normalised by running moments;
 - an entropy coefficient that is trained at every critic update.
-Unlike in the paper's code, the two critics share one target, as in SAC, instead of one each; networks have two hidden
-layers and ReLU; Adam has no weight decay; and the entropy coefficient starts at SAC's 1. The defaults suit a CPU.
+Unlike in the paper's code, both critics share one target, as in SAC; the networks have two hidden layers and ReLU, and
+no heads that start at zero; Adam has beta2 0.999 and no weight decay; alpha starts at SAC's 1. The defaults suit a CPU.
 fast_sac_torchcompile.py is the same program, made fast.
 
     python leanrl/fast_sac.py --env-id HalfCheetah-v5
@@ -77,7 +77,7 @@ class Args(RunArgs):
     learning_starts: int = 5_000
     """environment steps with random actions before the first update"""
     updates_per_step: float = 0.25
-    """critic updates per environment step; stepping N environments once counts as N, and resets count too"""
+    """critic updates per environment step; one step of N environments counts as N, resets included"""
     policy_frequency: int = 2
     """critic updates per actor update"""
     num_atoms: int = 51
@@ -91,7 +91,7 @@ class Args(RunArgs):
     alpha: float = 1.0
     """the entropy coefficient; with --autotune, its initial value"""
     target_entropy_ratio: float = 1.0
-    """the target entropy of --autotune is minus this times the number of action dimensions"""
+    """target entropy of --autotune, in units of minus the number of action dimensions"""
 
 
 def validate(args: Args) -> None:
@@ -155,7 +155,7 @@ class Actor(nn.Module):
         self.register_buffer("action_bias", (self.high + self.low) / 2)
 
     def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[B, obs_dim] -> mean and log standard deviation before the squashing, [B, action_dim] each"""
+        """[B, obs_dim] -> mean and log standard deviation before squashing, each [B, action_dim]"""
         x = F.relu(self.norm1(self.fc1(obs)))
         x = F.relu(self.norm2(self.fc2(x)))
         mean, log_std = self.fc_heads(x).chunk(2, 1)
@@ -391,7 +391,7 @@ def main(args: Args) -> None:
 
     with Run(args, __file__, device, total_steps=args.total_timesteps // args.num_envs * args.num_envs) as run:
         run.model = lambda: {"actor": actor.state_dict(), "obs_rms": obs_moments.state_dict()}
-        schedule = state.resume(run)
+        schedule = state.resume(run)  # of updates: --learning-starts and --updates-per-step
 
         # resets: whether an environment's next step only resets it (NEXT_STEP autoreset).
         obs, resets = start_envs(envs, episodes, run.resumed and run.resumed["envs"])

@@ -1,7 +1,7 @@
 """FastSAC, made fast with torch.compile and CUDA graphs.
 
 The same program as fast_sac.py: read that first, then diff the two to see what was made fast.
-``--compile``, ``--cudagraphs`` and ``--one-graph`` can be switched on one by one.
+``--compile``, ``--cudagraphs`` and ``--one-graph`` (which implies the second) can be switched on independently.
 
     python leanrl/fast_sac_torchcompile.py --env-id HalfCheetah-v5 --compile --env-backend envpool
     python leanrl/fast_sac_torchcompile.py --compile --amp bf16       # faster on CPUs with bf16 hardware
@@ -13,11 +13,12 @@ What differs (speed-ups measured for SAC: doc/optimizations.md):
 - torch.compile traces ``loss.backward()`` and the step of our own Adam, so an update is one graph;
 - with ``--one-graph`` a step is one CUDA graph, copies included (leanrl/support/onegraph.py).
 
-With the paper's hyperparameters, for a GPU (untested; the paper also caps the log standard deviation at 0, not 2):
+With most of the paper's hyperparameters, for a GPU (untested; without its AdamW and its cap of log_std at 0):
 
     python leanrl/fast_sac_torchcompile.py --compile --cudagraphs --env-backend envpool --num-envs 4096 \\
         --updates-per-step 0.001953125 --batch-size 8192 --buffer-size 4194304 --policy-frequency 4 --policy-lr 3e-4 \\
-        --q-lr 3e-4 --gamma 0.97 --num-atoms 101 --v-min -20 --v-max 20 --alpha 0.001 --target-entropy-ratio 0
+        --q-lr 3e-4 --gamma 0.97 --num-atoms 101 --v-min -20 --v-max 20 --alpha 0.001 --target-entropy-ratio 0 \\
+        --learning-starts 40960
 """
 
 import math
@@ -71,9 +72,9 @@ class Args(RunArgs):
     """save the replay buffer in checkpoints; without it, a resumed run first refills an empty buffer"""
 
     compile: bool = False
-    """compile the training step with torch.compile"""
+    """compile the updates and acting with torch.compile"""
     cudagraphs: bool = False
-    """replay the training step as a CUDA graph (tensordict's CudaGraphModule)"""
+    """replay the updates and acting as CUDA graphs (tensordict's CudaGraphModule)"""
     one_graph: bool = False
     """replay everything between two environment steps as one hand-captured CUDA graph (implies --cudagraphs)"""
     env_backend: EnvBackend = "gymnasium"
@@ -96,7 +97,7 @@ class Args(RunArgs):
     learning_starts: int = 5_000
     """environment steps with random actions before the first update"""
     updates_per_step: float = 0.25
-    """critic updates per environment step; stepping N environments once counts as N, and resets count too"""
+    """critic updates per environment step; one step of N environments counts as N, resets included"""
     policy_frequency: int = 2
     """critic updates per actor update"""
     num_atoms: int = 51
@@ -110,7 +111,7 @@ class Args(RunArgs):
     alpha: float = 1.0
     """the entropy coefficient; with --autotune, its initial value"""
     target_entropy_ratio: float = 1.0
-    """the target entropy of --autotune is minus this times the number of action dimensions"""
+    """target entropy of --autotune, in units of minus the number of action dimensions"""
 
 
 def validate(args: Args) -> None:
@@ -174,7 +175,7 @@ class Actor(nn.Module):
         self.register_buffer("action_bias", (self.high + self.low) / 2)
 
     def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[B, obs_dim] -> mean and log standard deviation before the squashing, [B, action_dim] each"""
+        """[B, obs_dim] -> mean and log standard deviation before squashing, each [B, action_dim]"""
         x = F.relu(self.norm1(self.fc1(obs)))
         x = F.relu(self.norm2(self.fc2(x)))
         mean, log_std = self.fc_heads(x).chunk(2, 1)
@@ -468,7 +469,7 @@ def main(args: Args) -> None:
 
     with Run(args, __file__, device, total_steps=args.total_timesteps // args.num_envs * args.num_envs) as run:
         run.model = lambda: {"actor": actor.state_dict(), "obs_rms": obs_moments.state_dict()}
-        schedule = state.resume(run)
+        schedule = state.resume(run)  # of updates: --learning-starts and --updates-per-step
 
         timestep_buffer = TimestepBuffer(args.num_envs, obs_dim, device)
         with run.warmup(), untouched([*state.tensors(), *last], device):
@@ -508,7 +509,7 @@ def main(args: Args) -> None:
                 first = run.optimizer_steps + 1
                 run.optimizer_steps += due
                 turns = tuple((n % args.policy_frequency == 0,) for n in range(first, first + due))
-                actions = advance(timestep_cpu, turns)
+                actions = advance(timestep_cpu, turns)  # stores the transition, trains, acts
 
             if run.log_due():
                 run.log(named_losses(run, losses))

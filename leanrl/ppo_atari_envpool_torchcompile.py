@@ -1,7 +1,7 @@
 """Proximal Policy Optimization (PPO) on Atari games over EnvPool, made fast with torch.compile and CUDA graphs.
 
 The same program as ppo_atari_envpool.py: read that first, then diff the two to see what was made fast.
-``--compile``, ``--cudagraphs`` and ``--one-graph`` can be switched on one by one.
+``--compile``, ``--cudagraphs`` and ``--one-graph`` (which implies the second) can be switched on independently.
 
     python leanrl/ppo_atari_envpool_torchcompile.py --env-id Breakout-v5 --compile
     python leanrl/ppo_atari_envpool_torchcompile.py --env-id Pong-v5 --compile --amp bf16
@@ -80,7 +80,7 @@ class Args(RunArgs):
     channels: int = 32
     """channels of the first convolution; the layers after it have 2, 2 and 16 times as many"""
     norm_obs: bool = False
-    """normalise each pixel by its mean and standard deviation so far, instead of dividing it by 255"""
+    """normalise each pixel by its running mean and standard deviation, instead of dividing it by 255"""
     learning_rate: float = 2.5e-4
     """learning rate of Adam"""
     num_envs: int = 8
@@ -145,7 +145,7 @@ class Agent(nn.Module):
 
     def __init__(self, num_actions: int, channels: int = 32, norm_obs: bool = False) -> None:
         super().__init__()
-        # Of each pixel, in the order of channels_last images in memory.
+        # One per pixel, in the memory order of channels_last images.
         self.obs_moments = RunningMoments((84 * 84 * 4,)) if norm_obs else None
         if norm_obs:  # kept in float32, so that no minibatch takes float64 square roots
             self.register_buffer("obs_mean", torch.zeros(84, 84, 4))
@@ -180,7 +180,7 @@ class Agent(nn.Module):
     def normalized(self, obs: torch.Tensor) -> torch.Tensor:
         """Each pixel's deviation from its mean, in standard deviations (https://arxiv.org/abs/1810.12894, section 2.4).
 
-        What moves stands out from the background, however small it is.
+        Moving objects stand out from the background, however small.
         """
         return ((obs.movedim(1, -1) - self.obs_mean) * self.obs_rstd).clamp(-5.0, 5.0).movedim(-1, 1)
 
@@ -189,7 +189,7 @@ class Agent(nn.Module):
 
 
 class Minibatch(NamedTuple):
-    """Steps to learn from, [B, ...] each."""
+    """Steps to learn from, each [B, ...]."""
 
     obs: torch.Tensor
     actions: torch.Tensor
@@ -201,7 +201,7 @@ class Minibatch(NamedTuple):
 
 
 class Rollout(Minibatch):
-    """T steps of N environments and the observation after them, in memory that is allocated once: [T + 1, N, ...] each.
+    """T steps of N environments and the observation after them, in preallocated tensors, each [T + 1, N, ...].
 
     Advantages, returns and weights have no meaningful last row.
     """
@@ -236,9 +236,9 @@ def compute_gae(
 ) -> torch.Tensor:
     """Generalised advantage estimation (https://arxiv.org/abs/1506.02438, equation 16).
 
-    ``values[t + 1]`` is the value of the observation after step t, the true last one if step t ended an episode. It is
-    bootstrapped from unless the episode terminated; ``dones`` (terminated or truncated) ends the sum. Advantages of
-    steps that only reset an environment are meaningless, and affect no other step.
+    ``values[t + 1]`` is the value of the observation after step t, the final one if step t ended an episode. It is the
+    bootstrap value unless the episode terminated; ``dones`` (terminated or truncated) ends the sum. Advantages of steps
+    that only reset an environment are meaningless, and affect no other step.
 
     Args:
         rewards, terminations, dones: [T, N]; the flags as floats.
@@ -278,7 +278,7 @@ def weighted_mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 class Losses(NamedTuple):
-    """What an update logs, a 0-d tensor each."""
+    """What an update logs, each a 0-d tensor."""
 
     policy_loss: torch.Tensor
     value_loss: torch.Tensor
@@ -326,7 +326,7 @@ def ppo_loss(agent: Agent, minibatch: Minibatch, args: Args) -> tuple[torch.Tens
 
 
 def make_update(agent: Agent, optimizer: Adam, rollout: Rollout, args: Args) -> Callable:
-    """The function ``update(mb_inds) -> losses`` [6] (of Losses) that takes one gradient step."""
+    """``update(mb_inds)``: takes one gradient step and returns the Losses, stacked [6]."""
     device_type = rollout.obs.device.type
 
     def update(mb_inds: torch.Tensor) -> torch.Tensor:
@@ -399,7 +399,7 @@ def make_policy_step(agent: Agent, rollout: Rollout, noise: torch.Tensor, args: 
 
 
 def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray], np.ndarray]:
-    """The likeliest actions of a saved model's policy: observations uint8 [N, 4, 84, 84] -> actions [N]."""
+    """A saved model's policy: observations uint8 [N, 4, 84, 84] -> most likely actions [N]."""
     channels, norm_obs = len(model["agent"]["network.0.bias"]), "obs_moments.mean" in model["agent"]
     agent = Agent(int(envs.single_action_space.n), channels, norm_obs)
     agent.load_state_dict(model["agent"])

@@ -139,7 +139,7 @@ class Agent(nn.Module):
 
 
 class Minibatch(NamedTuple):
-    """Steps to learn from, [B, ...] each."""
+    """Steps to learn from, each [B, ...]."""
 
     obs: torch.Tensor  # normalised
     actions: torch.Tensor  # as sampled, not clipped
@@ -151,7 +151,7 @@ class Minibatch(NamedTuple):
 
 
 class Rollout(Minibatch):
-    """T steps of N environments and the observation after them, in memory that is allocated once: [T + 1, N, ...] each.
+    """T steps of N environments and the observation after them, in preallocated tensors, each [T + 1, N, ...].
 
     Only observations and values have a meaningful last row; that of the weights stays 0.
     """
@@ -179,9 +179,9 @@ def compute_gae(
 ) -> torch.Tensor:
     """Generalised advantage estimation (https://arxiv.org/abs/1506.02438, equation 16).
 
-    ``values[t + 1]`` is the value of the observation after step t, the true last one if step t ended an episode. It is
-    bootstrapped from unless the episode terminated; ``dones`` (terminated or truncated) ends the sum. Advantages of
-    steps that only reset an environment are meaningless, and affect no other step.
+    ``values[t + 1]`` is the value of the observation after step t, the final one if step t ended an episode. It is the
+    bootstrap value unless the episode terminated; ``dones`` (terminated or truncated) ends the sum. Advantages of steps
+    that only reset an environment are meaningless, and affect no other step.
 
     Args:
         rewards, terminations, dones: [T, N]; the flags as floats.
@@ -202,7 +202,7 @@ def weighted_mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 class Losses(NamedTuple):
-    """What an update logs, a 0-d tensor each."""
+    """What an update logs, each a 0-d tensor."""
 
     policy_loss: torch.Tensor
     value_loss: torch.Tensor
@@ -250,7 +250,7 @@ def ppo_loss(agent: Agent, minibatch: Minibatch, args: Args) -> tuple[torch.Tens
 
 
 def make_update(agent: Agent, optimizer: torch.optim.Adam, rollout: Rollout, args: Args) -> Callable:
-    """The function ``update(mb_inds) -> losses`` [6] (of Losses) that takes one gradient step."""
+    """``update(mb_inds)``: takes one gradient step and returns the Losses, stacked [6]."""
     device_type = rollout.obs.device.type
 
     def update(mb_inds: torch.Tensor) -> torch.Tensor:

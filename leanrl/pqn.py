@@ -1,10 +1,11 @@
 """Parallelised Q-Network (PQN) for discrete actions: the readable eager reference.
 
 Paper: https://arxiv.org/abs/2407.04811. Q(lambda) on rollouts of several environments, with layer norm instead of a
-replay and a target network. Algorithm, names, hyperparameters and structure follow CleanRL's
-https://docs.cleanrl.dev/rl-algorithms/pqn/#pqnpy; what differs: truncated episodes are bootstrapped from their true
-last observation, steps that only reset an environment are left out of the loss, epsilon decays once per rollout, and
-the optimiser is Adam, not RAdam. pqn_torchcompile.py is the same program, made fast.
+replay buffer and target network. Algorithm, names, hyperparameters and structure follow CleanRL's
+https://docs.cleanrl.dev/rl-algorithms/pqn/#pqnpy; what differs: returns stop at the ends of episodes, truncated ones
+are bootstrapped from their final observation, steps that only reset an environment are left out of the loss, epsilon
+decays once per rollout, and the optimiser is Adam (eps 1e-5), not RAdam. pqn_torchcompile.py is the same program,
+made fast.
 
     python leanrl/pqn.py --env-id CartPole-v1
     python leanrl/pqn.py --env-id Acrobot-v1 --seed 2 --save-model --capture-video
@@ -117,7 +118,7 @@ class QNetwork(nn.Sequential):
 
 
 class Minibatch(NamedTuple):
-    """Steps to learn from, [B, ...] each."""
+    """Steps to learn from, each [B, ...]."""
 
     obs: torch.Tensor
     actions: torch.Tensor
@@ -126,7 +127,7 @@ class Minibatch(NamedTuple):
 
 
 class Rollout(Minibatch):
-    """T steps of N environments and the observation after them, in memory that is allocated once: [T + 1, N, ...] each.
+    """T steps of N environments and the observation after them, in preallocated tensors, each [T + 1, N, ...].
 
     Only observations have a meaningful last row.
     """
@@ -204,7 +205,7 @@ def weighted_mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 class Losses(NamedTuple):
-    """What an update logs, a 0-d tensor each."""
+    """What an update logs, each a 0-d tensor."""
 
     td_loss: torch.Tensor
     q_values: torch.Tensor
@@ -228,7 +229,7 @@ def linear_schedule(args: Args, global_step: int) -> float:
 
 
 def make_update(q_network: QNetwork, optimizer: torch.optim.Adam, rollout: Rollout, args: Args) -> Callable:
-    """The function ``update(mb_inds) -> losses`` [2] (of Losses) that takes one gradient step."""
+    """``update(mb_inds)``: takes one gradient step and returns the Losses, stacked [2]."""
     device_type = rollout.obs.device.type
 
     def update(mb_inds: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,9 @@
 
 Paper: https://arxiv.org/abs/2407.04811. pqn.py's algorithm in ppo_atari_envpool.py's loop. Algorithm, names,
 hyperparameters and structure follow CleanRL's https://docs.cleanrl.dev/rl-algorithms/pqn/#pqn_atari_envpoolpy; what
-differs: truncated games are bootstrapped from their final observation, steps that only reset an environment are
-left out of the loss, epsilon decays once per rollout, and the optimiser is Adam, not RAdam.
+differs: returns stop at the ends of episodes, truncated games are bootstrapped from their final observation, steps
+that only reset an environment are left out of the loss, epsilon decays once per rollout, and the optimiser is Adam
+(eps 1e-5), not RAdam.
 pqn_atari_envpool_torchcompile.py is the same program, made fast.
 
     python leanrl/pqn_atari_envpool.py --env-id Breakout-v5
@@ -130,7 +131,7 @@ class QNetwork(nn.Sequential):
 
 
 class Minibatch(NamedTuple):
-    """Steps to learn from, [B, ...] each."""
+    """Steps to learn from, each [B, ...]."""
 
     obs: torch.Tensor
     actions: torch.Tensor
@@ -140,7 +141,7 @@ class Minibatch(NamedTuple):
 
 
 class Rollout(Minibatch):
-    """T steps of N environments and the observation after them, in memory that is allocated once: [T + 1, N, ...] each.
+    """T steps of N environments and the observation after them, in preallocated tensors, each [T + 1, N, ...].
 
     Actions, returns and weights have no meaningful last row.
     """
@@ -218,7 +219,7 @@ def weighted_mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 class Losses(NamedTuple):
-    """What an update logs, a 0-d tensor each."""
+    """What an update logs, each a 0-d tensor."""
 
     td_loss: torch.Tensor
     q_values: torch.Tensor
@@ -242,7 +243,7 @@ def linear_schedule(args: Args, global_step: int) -> float:
 
 
 def make_update(q_network: QNetwork, optimizer: torch.optim.Adam, rollout: Rollout, args: Args) -> Callable:
-    """The function ``update(mb_inds) -> losses`` [2] (of Losses) that takes one gradient step."""
+    """``update(mb_inds)``: takes one gradient step and returns the Losses, stacked [2]."""
     device_type = rollout.obs.device.type
 
     def update(mb_inds: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Parallelised Q-Network (PQN) on Atari games over EnvPool, made fast with torch.compile and CUDA graphs.
 
 The same program as pqn_atari_envpool.py: read that first, then diff the two to see what was made fast.
-``--compile`` and ``--cudagraphs`` can be switched on one by one.
+``--compile`` and ``--cudagraphs`` can be switched on independently.
 
     python leanrl/pqn_atari_envpool_torchcompile.py --env-id Breakout-v5 --compile
     python leanrl/pqn_atari_envpool_torchcompile.py --env-id Pong-v5 --compile --amp bf16
@@ -141,7 +141,7 @@ class QNetwork(nn.Sequential):
 
 
 class Minibatch(NamedTuple):
-    """Steps to learn from, [B, ...] each."""
+    """Steps to learn from, each [B, ...]."""
 
     obs: torch.Tensor
     actions: torch.Tensor
@@ -151,7 +151,7 @@ class Minibatch(NamedTuple):
 
 
 class Rollout(Minibatch):
-    """T steps of N environments and the observation after them, in memory that is allocated once: [T + 1, N, ...] each.
+    """T steps of N environments and the observation after them, in preallocated tensors, each [T + 1, N, ...].
 
     Actions, returns and weights have no meaningful last row.
     """
@@ -229,7 +229,7 @@ def weighted_mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 class Losses(NamedTuple):
-    """What an update logs, a 0-d tensor each."""
+    """What an update logs, each a 0-d tensor."""
 
     td_loss: torch.Tensor
     q_values: torch.Tensor
@@ -253,7 +253,7 @@ def linear_schedule(args: Args, global_step: int) -> float:
 
 
 def make_update(q_network: QNetwork, optimizer: Adam, rollout: Rollout, args: Args) -> Callable:
-    """The function ``update(mb_inds) -> losses`` [2] (of Losses) that takes one gradient step."""
+    """``update(mb_inds)``: takes one gradient step and returns the Losses, stacked [2]."""
     device_type = rollout.obs.device.type
 
     def update(mb_inds: torch.Tensor) -> torch.Tensor:

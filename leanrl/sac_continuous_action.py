@@ -72,11 +72,11 @@ class Args(RunArgs):
     learning_starts: int = 5_000
     """environment steps with random actions before the first update"""
     updates_per_step: float = 1.0
-    """critic updates per environment step; stepping N environments once counts as N, and resets count too"""
+    """critic updates per environment step; one step of N environments counts as N, resets included"""
     policy_frequency: int = 2
-    """train the actor after every N critic updates"""
+    """critic updates between rounds of actor updates"""
     policy_updates: int | None = None
-    """actor updates in a row each time; by default as many as --policy-frequency, which makes up for the delay"""
+    """actor updates in each round; by default as many as --policy-frequency, which makes up for the delay"""
     target_network_frequency: int = 1
     """critic updates per update of the target networks"""
     autotune: bool = True
@@ -130,7 +130,7 @@ class Actor(nn.Module):
         self.register_buffer("action_bias", (self.high + self.low) / 2)
 
     def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[B, obs_dim] -> mean and log standard deviation before the squashing, [B, action_dim] each"""
+        """[B, obs_dim] -> mean and log standard deviation before squashing, each [B, action_dim]"""
         x = F.relu(self.fc1(obs))
         x = F.relu(self.fc2(x))
         mean, log_std = self.fc_heads(x).chunk(2, 1)
@@ -208,7 +208,7 @@ class Noise(NamedTuple):
     """
 
     target: torch.Tensor  # [B, action_dim]
-    actor: torch.Tensor  # [steps, B, action_dim], like the one below
+    actor: torch.Tensor  # [steps, B, action_dim], as is alpha
     alpha: torch.Tensor
 
     @classmethod
@@ -356,7 +356,7 @@ def main(args: Args) -> None:
 
     with Run(args, __file__, device, total_steps=args.total_timesteps // args.num_envs * args.num_envs) as run:
         run.model = lambda: {"actor": actor.state_dict()}
-        schedule = state.resume(run)
+        schedule = state.resume(run)  # of updates: --learning-starts and --updates-per-step
 
         # resets: whether an environment's next step only resets it (NEXT_STEP autoreset).
         obs, resets = start_envs(envs, episodes, run.resumed and run.resumed["envs"])

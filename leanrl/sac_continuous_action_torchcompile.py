@@ -1,7 +1,7 @@
 """Soft Actor-Critic (SAC), made fast with torch.compile and CUDA graphs.
 
 The same program as sac_continuous_action.py: read that first, then diff the two to see what was made fast.
-``--compile``, ``--cudagraphs`` and ``--one-graph`` can be switched on one by one.
+``--compile``, ``--cudagraphs`` and ``--one-graph`` (which implies the second) can be switched on independently.
 
     python leanrl/sac_continuous_action_torchcompile.py --env-id HalfCheetah-v5 --compile
     python leanrl/sac_continuous_action_torchcompile.py --compile --amp bf16       # faster on CPUs with bf16 hardware
@@ -66,9 +66,9 @@ class Args(RunArgs):
     """save the replay buffer in checkpoints; without it, a resumed run first refills an empty buffer"""
 
     compile: bool = False
-    """compile the training step with torch.compile"""
+    """compile the updates and acting with torch.compile"""
     cudagraphs: bool = False
-    """replay the training step as a CUDA graph (tensordict's CudaGraphModule)"""
+    """replay the updates and acting as CUDA graphs (tensordict's CudaGraphModule)"""
     one_graph: bool = False
     """replay everything between two environment steps as one hand-captured CUDA graph (implies --cudagraphs)"""
     env_backend: EnvBackend = "gymnasium"
@@ -91,11 +91,11 @@ class Args(RunArgs):
     learning_starts: int = 5_000
     """environment steps with random actions before the first update"""
     updates_per_step: float = 1.0
-    """critic updates per environment step; stepping N environments once counts as N, and resets count too"""
+    """critic updates per environment step; one step of N environments counts as N, resets included"""
     policy_frequency: int = 2
-    """train the actor after every N critic updates"""
+    """critic updates between rounds of actor updates"""
     policy_updates: int | None = None
-    """actor updates in a row each time; by default as many as --policy-frequency, which makes up for the delay"""
+    """actor updates in each round; by default as many as --policy-frequency, which makes up for the delay"""
     target_network_frequency: int = 1
     """critic updates per update of the target networks"""
     autotune: bool = True
@@ -149,7 +149,7 @@ class Actor(nn.Module):
         self.register_buffer("action_bias", (self.high + self.low) / 2)
 
     def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[B, obs_dim] -> mean and log standard deviation before the squashing, [B, action_dim] each"""
+        """[B, obs_dim] -> mean and log standard deviation before squashing, each [B, action_dim]"""
         x = F.relu(self.fc1(obs))
         x = F.relu(self.fc2(x))
         mean, log_std = self.fc_heads(x).chunk(2, 1)
@@ -227,7 +227,7 @@ class Noise(NamedTuple):
     """
 
     target: torch.Tensor  # [B, action_dim]
-    actor: torch.Tensor  # [steps, B, action_dim], like the one below
+    actor: torch.Tensor  # [steps, B, action_dim], as is alpha
     alpha: torch.Tensor
 
     @classmethod
@@ -431,7 +431,7 @@ def main(args: Args) -> None:
 
     with Run(args, __file__, device, total_steps=args.total_timesteps // args.num_envs * args.num_envs) as run:
         run.model = lambda: {"actor": actor.state_dict()}
-        schedule = state.resume(run)
+        schedule = state.resume(run)  # of updates: --learning-starts and --updates-per-step
 
         timestep_buffer = TimestepBuffer(args.num_envs, obs_dim, device)
         with run.warmup(), untouched([*state.tensors(), *last], device):
@@ -474,7 +474,7 @@ def main(args: Args) -> None:
                     (n % args.policy_frequency == 0, n % args.target_network_frequency == 0)
                     for n in range(first, first + due)
                 )
-                actions = advance(timestep_cpu, turns)
+                actions = advance(timestep_cpu, turns)  # stores the transition, trains, acts
 
             if run.log_due():
                 run.log(named_losses(run, losses))

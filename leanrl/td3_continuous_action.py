@@ -69,13 +69,13 @@ class Args(RunArgs):
     learning_starts: int = 25_000
     """environment steps with random actions before the first update"""
     updates_per_step: float = 1.0
-    """critic updates per environment step; stepping N environments once counts as N, and resets count too"""
+    """critic updates per environment step; one step of N environments counts as N, resets included"""
     policy_frequency: int = 2
     """critic updates per update of the actor and the target networks"""
     policy_noise: float = 0.2
     """standard deviation of the noise that smooths the target policy, in units of the action scale"""
     noise_clip: float = 0.5
-    """that noise is clipped to this, in units of the action scale"""
+    """clip range of that noise, in units of the action scale"""
     exploration_noise: float = 0.1
     """standard deviation of the exploration noise, in units of the action scale"""
 
@@ -279,7 +279,7 @@ def main(args: Args) -> None:
 
     with Run(args, __file__, device, total_steps=args.total_timesteps // args.num_envs * args.num_envs) as run:
         run.model = lambda: {"actor": actor.state_dict()}
-        schedule = state.resume(run)
+        schedule = state.resume(run)  # of updates: --learning-starts and --updates-per-step
 
         # resets: whether an environment's next step only resets it (NEXT_STEP autoreset).
         obs, resets = start_envs(envs, episodes, run.resumed and run.resumed["envs"])

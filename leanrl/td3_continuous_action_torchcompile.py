@@ -1,7 +1,7 @@
 """Twin Delayed Deep Deterministic policy gradient (TD3), made fast with torch.compile and CUDA graphs.
 
 The same program as td3_continuous_action.py: read that first, then diff the two to see what was made fast.
-``--compile``, ``--cudagraphs`` and ``--one-graph`` can be switched on one by one.
+``--compile``, ``--cudagraphs`` and ``--one-graph`` (which implies the second) can be switched on independently.
 
     python leanrl/td3_continuous_action_torchcompile.py --env-id HalfCheetah-v5 --compile
     python leanrl/td3_continuous_action_torchcompile.py --compile --amp bf16       # faster on CPUs with bf16 hardware
@@ -65,9 +65,9 @@ class Args(RunArgs):
     """save the replay buffer in checkpoints; without it, a resumed run first refills an empty buffer"""
 
     compile: bool = False
-    """compile the training step with torch.compile"""
+    """compile the updates and acting with torch.compile"""
     cudagraphs: bool = False
-    """replay the training step as a CUDA graph (tensordict's CudaGraphModule)"""
+    """replay the updates and acting as CUDA graphs (tensordict's CudaGraphModule)"""
     one_graph: bool = False
     """replay everything between two environment steps as one hand-captured CUDA graph (implies --cudagraphs)"""
     env_backend: EnvBackend = "gymnasium"
@@ -88,13 +88,13 @@ class Args(RunArgs):
     learning_starts: int = 25_000
     """environment steps with random actions before the first update"""
     updates_per_step: float = 1.0
-    """critic updates per environment step; stepping N environments once counts as N, and resets count too"""
+    """critic updates per environment step; one step of N environments counts as N, resets included"""
     policy_frequency: int = 2
     """critic updates per update of the actor and the target networks"""
     policy_noise: float = 0.2
     """standard deviation of the noise that smooths the target policy, in units of the action scale"""
     noise_clip: float = 0.5
-    """that noise is clipped to this, in units of the action scale"""
+    """clip range of that noise, in units of the action scale"""
     exploration_noise: float = 0.1
     """standard deviation of the exploration noise, in units of the action scale"""
 
@@ -355,7 +355,7 @@ def main(args: Args) -> None:
 
     with Run(args, __file__, device, total_steps=args.total_timesteps // args.num_envs * args.num_envs) as run:
         run.model = lambda: {"actor": actor.state_dict()}
-        schedule = state.resume(run)
+        schedule = state.resume(run)  # of updates: --learning-starts and --updates-per-step
 
         timestep_buffer = TimestepBuffer(args.num_envs, obs_dim, device)
         with run.warmup(), untouched([*state.tensors(), *last], device):
@@ -395,7 +395,7 @@ def main(args: Args) -> None:
                 first = run.optimizer_steps + 1
                 run.optimizer_steps += due
                 turns = tuple((n % args.policy_frequency == 0,) for n in range(first, first + due))
-                actions = advance(timestep_cpu, turns)
+                actions = advance(timestep_cpu, turns)  # stores the transition, trains, acts
 
             if run.log_due():
                 run.log(named_losses(run, losses))

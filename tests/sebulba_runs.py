@@ -3,13 +3,12 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from scripts import SOURCE, run
+from scripts import SOURCE, run, wait_until
 
 from leanrl.sebulba.supervisor import local_store
 
@@ -64,12 +63,8 @@ def ranks_of(launcher: subprocess.Popen) -> list[psutil.Process]:
 
 def wait_for_log(run_dir: Path, process: subprocess.Popen, points: int = 1, seconds: float = 120) -> None:
     """Waits for so many log points of a run that is under way."""
-    deadline = time.monotonic() + seconds
     path = run_dir / "metrics.jsonl"
-    while not path.exists() or path.read_text().count("\n") < points:
-        assert process.poll() is None, process.stdout.read()
-        assert time.monotonic() < deadline, "no log point came"
-        time.sleep(0.02)
+    wait_until(lambda: path.exists() and path.read_text().count("\n") >= points, process, seconds)
 
 
 def last_line(out: str) -> str:

@@ -213,6 +213,7 @@ def test_unwritable_runs_dir(refused, script, tmp_path):
     (tmp_path / "link").symlink_to("link")
     for runs_dir in (tmp_path / name for name in ("file", "file/runs", "file/deep/runs", "link/runs")):
         refused(["--runs-dir", runs_dir], f"--runs-dir {runs_dir}: cannot be written")
+    refused(["--run-name", "n" * 300, "--runs-dir", tmp_path], f"--runs-dir {tmp_path}: cannot be written")
 
 
 def test_an_existing_run_is_neither_overwritten_nor_changed(refused, script, finished_run, tmp_path):

@@ -146,6 +146,7 @@ def run_dir(finished_run, tmp_path):
 @pytest.mark.parametrize("script", KINDS, indirect=True)
 def test_a_run_without_a_checkpoint_starts_anew(script, finished_run, run_dir):
     shutil.rmtree(run_dir / "checkpoints")
+    assert run(script, "--resume", run_dir) == 2  # it has ended
     (run_dir / "summary.json").unlink()
     metrics = (run_dir / "metrics.jsonl").read_text()
     (run_dir / "metrics.jsonl").write_text(metrics[: len(metrics) // 2])

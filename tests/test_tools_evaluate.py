@@ -210,7 +210,7 @@ def test_distributed_agents_play_in_envpool(tmp_path, env_id):
     with closing(make_pool(env_id, range(1), 1, "cleanba")) as spaces:
         agent = cleanba_ppo.make_agent(spaces.single_observation_space, spaces.single_action_space, cleanba_ppo.Args())
         model = {"agent": agent.state_dict(), "network": {}}
-        run_dir = write_run(tmp_path / "run", "cleanba_ppo", model, env_id=env_id, protocol="cleanba")
+        run_dir = write_run(tmp_path, "cleanba_ppo", model, env_id=env_id, env_backend="envpool", protocol="cleanba")
     assert evaluation.play(run_dir, 3, seed=4) == play_pools_by_hand(run_dir, env_id, episodes=3, seed=4)
 
 

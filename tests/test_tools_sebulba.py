@@ -36,7 +36,7 @@ def test_launch_runs_with_workers(monkeypatch, capsys):
     monkeypatch.setattr(launch.time, "strftime", lambda _: lines[0][-1].rpartition("__")[2])
     monkeypatch.setattr(launch, "run_child", lambda line, _: (ran.append(line), (len(ran) == 2, None))[1])
     assert launch.main(args) == 1
-    assert sorted(ran) == sorted(lines) and "3 of 4 runs ended well" in capsys.readouterr().out
+    assert sorted(ran) == sorted(lines) and "3 of 4 runs succeeded" in capsys.readouterr().out
 
 
 def test_launch_submits(tmp_path, monkeypatch, capsys):

@@ -21,7 +21,7 @@ from leanrl.support.hub import require_hub
 
 @dataclass
 class SebulbaArgs(RunArgs):
-    """Where things run and when they stop; the names are Cleanba's."""
+    """Where things run and when they stop; named as in Cleanba where it has the flag."""
 
     capture_video: bool = False
     """refused by these scripts: use `python -m leanrl.tools.evaluate RUN_DIR --capture-video` on a saved model"""

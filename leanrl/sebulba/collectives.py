@@ -1,7 +1,7 @@
 """Communication between processes: gloo on CPUs, NCCL on GPUs, always from the main thread and in the same order.
 
-In each iteration: rollouts from actors to learners, one gradient sum per optimiser step, a few numbers from every
-learner to all, reports to the lead learner, and the new parameters to processes that only act.
+In each iteration: rollouts from actors to learners, one gradient sum per optimiser step, reports to the lead learner,
+a few numbers from every learner to all, and the new parameters to processes that only act.
 """
 
 import datetime
@@ -229,7 +229,7 @@ def _rendezvous(rank: int, world_size: int, args: SebulbaArgs) -> dist.Store:
         raise UsageError(f"{taken}: {reason}; give each run its own port, and all processes of a run the same flags")
     store = _own_part(store, os.environ)
     if store.add(f"rank {rank}", 1) > 1:
-        raise UsageError(f"{taken} that calls itself {ours}, too, and has a rank {rank}; give each run its own port")
+        raise UsageError(f"{taken}, also calls itself {ours} and has a rank {rank}; give each run its own port")
     return store
 
 

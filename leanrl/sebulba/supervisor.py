@@ -42,7 +42,7 @@ def supervise(start: Start, script_file: str) -> None:
     """
     args, layout, slurm = start.args, start.layout, start.slurm
     run_dir = None if args.resume is not None or args.run_name is None else run_directory(args)
-    if run_dir is not None and (run_dir / "args.json").exists():
+    if run_dir is not None and os.path.exists(run_dir / "args.json"):
         # The lead would say so itself, but other groups would keep waiting for it.
         raise bad("run_name", args.run_name, f"{run_dir} exists; continue it with --resume {run_dir}")
     group_size = len(layout.device_ids)
@@ -138,7 +138,7 @@ class Child:
 
 @dataclass
 class Supervisor:
-    """Watches children until all have ended well or one has failed."""
+    """Watches children until all have succeeded or one has failed."""
 
     children: Sequence[Child]
     """not started yet"""

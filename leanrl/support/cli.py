@@ -72,7 +72,7 @@ def run_directory(args: RunArgs) -> Path:
 
 def restarted(args_json: Path) -> bool:
     """Whether torchrun or SLURM restarted this process, after a failure or a requeue, for the run of ``args_json``."""
-    if not args_json.exists():
+    if not os.path.exists(args_json):  # Path.exists may raise
         return False
     if int(os.environ.get("SLURM_RESTART_COUNT", "0") or 0) > 0:
         return True

@@ -38,7 +38,7 @@ def env_seeds(seed: int, num_envs: int, first_index: int = 0, start: int = 0) ->
 
 
 class SerialVectorEnv(SyncVectorEnv):
-    """Environments with vector observations, stepped one after the other in this process.
+    """Environments with array observations, stepped one after the other in this process.
 
     A ``SyncVectorEnv`` without its support for other observation spaces and for per-environment infos (always empty
     here): with one MuJoCo environment, these cost a third of the simulator's own time.

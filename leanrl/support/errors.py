@@ -40,7 +40,7 @@ def require_positive(args, *names: str) -> None:
 
 
 def require_unit_interval(args, *names: str) -> None:
-    """Every named field of ``args`` must lie in [0, 1]."""
+    """Every named field of ``args`` must be None or in [0, 1]."""
     _require(args, names, lambda value: 0 <= value <= 1, "must be between 0 and 1")
 
 

@@ -120,14 +120,9 @@ def play(
 def atari_protocol(script: ModuleType, args: dict) -> AtariProtocol | None:
     """The protocol of a run's Atari game: its --protocol, or its script's PROTOCOL; None if it played no Atari game."""
     if "protocol" in args:
-        in_envpool = backend_of(args) == "envpool" and args["env_id"] in atari_games()
+        in_envpool = args.get("env_backend", "envpool") == "envpool" and args["env_id"] in atari_games()
         return PROTOCOLS[args["protocol"]] if in_envpool else None
     return getattr(script, "PROTOCOL", None)
-
-
-def backend_of(args: dict) -> EnvBackend:
-    """What stepped the environments of a run with ``args``. The distributed scripts once had EnvPool only."""
-    return args.get("env_backend", "envpool" if "protocol" in args else "gymnasium")
 
 
 def make_evaluation_envs(
@@ -136,7 +131,7 @@ def make_evaluation_envs(
     """Environments like those of a run with ``args``, Atari games by ``protocol``, with seeds of their own."""
     env_id = args["env_id"]
     # The other backend's environment of that name draws other random numbers, may differ otherwise, or not exist.
-    backend = "envpool" if protocol is not None else backend_of(args)
+    backend = "envpool" if protocol is not None else args.get("env_backend", "gymnasium")
     options = {"first_index": EVALUATION_INDEX}
     if rendering:
         backend = require_video(env_id, backend)

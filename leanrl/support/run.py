@@ -39,10 +39,10 @@ VERSIONED_PACKAGES = ("torch", "tensordict", "numpy", "gymnasium", "envpool", "m
 
 
 def say(line: str) -> None:
-    """Prints ``line``; no error if nobody reads it any more: Ctrl-C also ends a ``tee`` that the output is piped to."""
+    """Prints ``line``, or nothing if that fails: Ctrl-C also ends a ``tee`` that the output is piped to."""
     try:
         print(line, flush=True)
-    except BrokenPipeError:
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -192,6 +192,8 @@ class Run:
     def _load(self) -> dict | None:
         loaded = load_last_checkpoint(self.dir / "checkpoints", self._identity)
         if loaded is None:
+            if (self.dir / "summary.json").exists():
+                raise bad("resume", self.dir, "the run has ended, and its checkpoints are gone")
             print(f"{self.dir}: no checkpoint was written yet, starting from the first step", file=sys.stderr)
             return None
         self.global_step, content = loaded

@@ -88,7 +88,7 @@ def render(lines: Sequence[dict]) -> str:
         if chosen[0]["seconds_saved_per_env_step"] is None:
             header = ("trick", "without (s)", "with (s)", "gain", "range")
         parts += [f"{group}:", common.markdown_table(header, list(map(cells, chosen)))]
-    parts += ["Medians. Gains and savings are taken between runs that followed each other; their range is given."]
+    parts += ["Medians. Gains and savings are between runs that followed each other; the range is of the gains."]
     return "\n\n".join(parts)
 
 

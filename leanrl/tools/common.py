@@ -151,7 +151,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def colors_of(labels: Iterable[str]) -> dict[str, str]:
-    """Each label's colour: that of its mode or peer or, where another label has that, one left over, rarest first."""
+    """Each label's colour: its mode's or peer's or, if that is taken, an unused one from the end of COLORS."""
     found = {}
     for label in dict.fromkeys(labels):
         of_mode = next(color for part, color in MODE_COLORS.items() if part in label)

@@ -10,7 +10,7 @@ return of an Atari game is the score of the whole game, over all lives.
     python -m leanrl.tools.evaluate runs/my_run --episodes 1 --capture-video
     python -m leanrl.tools.evaluate runs/my_breakout_run --episodes 30 --sticky
 
-The returns are printed and written to RUN_DIR/evaluation.json.
+A summary is printed; the returns go to RUN_DIR/evaluation.json.
 """
 
 import sys
@@ -39,16 +39,6 @@ class Args:
     """Atari: the console repeats the last action with probability 0.25"""
 
 
-def evaluate(run_dir: Path, args: Args) -> dict:
-    """Plays one model, writes ``RUN_DIR/evaluation.json`` and returns its content."""
-    kind = f"evaluation{'_sticky' if args.sticky else ''}_seed{args.seed}"
-    video = run_dir / "videos" / f"{kind}.mp4" if args.capture_video else None
-    try:
-        return evaluate_model(run_dir, args.episodes, args.seed, video, args.sticky)
-    except OSError as error:
-        raise UsageError(f"{run_dir}: cannot be written ({error})") from None
-
-
 def main(args: Args) -> int:
     """Evaluates one model after the other; returns 0 if all could be played, 2 if any could not."""
     require_at_least(args, 1, "episodes")
@@ -58,10 +48,12 @@ def main(args: Args) -> int:
     # Two threads would mostly wait for each other on small vectors, and on images take a core from the emulator.
     torch.set_num_threads(1)
     rows, failures = [], 0
+    kind = f"evaluation{'_sticky' if args.sticky else ''}_seed{args.seed}"
     for run_dir in args.run_dirs:
+        video = run_dir / "videos" / f"{kind}.mp4" if args.capture_video else None
         try:
-            evaluation = evaluate(run_dir, args)
-        except UsageError as error:
+            evaluation = evaluate_model(run_dir, args.episodes, args.seed, video, args.sticky)
+        except (UsageError, OSError) as error:
             # A run without a model must not cost the results of the others.
             print(f"evaluate: {error}", file=sys.stderr)
             failures += 1

@@ -1,6 +1,6 @@
 """Checks the CUDA paths on this machine's GPU, and measures every script there in every mode.
 
-First come the tests that need a GPU, among them those that compare modes with eager; with two or more GPUs, also
+First come the tests that need a GPU, including those that compare modes with eager; with two or more GPUs, also
 layouts over NCCL, a kill and a hang. Then speeds are measured, one run at a time, the most important first. They become
 the table, picture and JSON file of `leanrl.tools.compare`, with a folder for each algorithm. What does not fit into
 --seconds is left out and counted; the same call with the same --out continues from there. A test file that alone takes

@@ -137,11 +137,11 @@ def main(args: Args) -> int:
 
     with ThreadPoolExecutor(args.workers) as pool:
         try:
-            ended_well = list(pool.map(run, lines))
+            succeeded = list(pool.map(run, lines))
         finally:
             deadline.at = 0.0  # after an error the children too are to stop
-    print(f"{sum(ended_well)} of {len(lines)} runs ended well")
-    return 0 if all(ended_well) else 1
+    print(f"{sum(succeeded)} of {len(lines)} runs succeeded")
+    return 0 if all(succeeded) else 1
 
 
 if __name__ == "__main__":

@@ -547,7 +547,7 @@ def main(name: str, argv: list[str]) -> None:
     envs = peer.make_envs(args)
     model = peer.make_model(args, peer.module, envs)
     device = torch.device("cpu") if peer.module == "sbx" else model.device
-    with Run(args, f"{name.partition(':')[0]}.py", device, total_steps) as run:
+    with Run(args, f"{name}.py", device, total_steps) as run:
         peer.learn(model, run, timing)
         if args.snapshot_seconds is not None:
             run._save_snapshot()

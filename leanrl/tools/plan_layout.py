@@ -8,9 +8,9 @@ other layouts, and of other numbers of actor threads and environments. Flags aft
     python -m leanrl.tools.plan_layout --check a0-l0-d1 a0-l1-d1 -- --env-id CartPole-v1 --device cpu
 
 On a CPU, devices are virtual and share the cores of their machine. Layouts of several groups are planned with a machine
-like this one for each group, except those that --check runs: they are planned and run on this one. Messages are not
-measured: --nvlink-gbytes is assumed between the GPUs of a machine, --network-gbytes between machines. Neither is the
-time that actor threads wait for each other in Python, which matters for environments as fast as CartPole.
+like this one for each group, except those that --check runs: they are planned and run on this one. Not measured are
+messages (--nvlink-gbytes is assumed between the GPUs of a machine, --network-gbytes between machines) and the time that
+actor threads wait for each other in Python, which matters for environments like CartPole.
 """
 
 import importlib
@@ -33,7 +33,7 @@ from leanrl.tools import common
 from leanrl.tools.profile import LayoutParts, cost_of, measure_layouts
 from leanrl.tools.trials import DISTRIBUTED, SCRIPTS, read_json, run_groups
 
-# Up to 128 devices, with one per group and with four: a group's three learners may not divide its environments evenly.
+# Up to 128 devices, in groups of one and of four (whose three learners may not divide the environments evenly).
 LAYOUTS = (
     *("a0-l0-d1", "a0-l0,1-d1", "a0-l1-d1", "a0-l1,2-d1", "a0-l1,2,3-d1", "a0,1-l2,3-d1"),
     *(f"a0-l0-d{groups}" for groups in (2, 8, 32, 128)),

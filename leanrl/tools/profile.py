@@ -1,8 +1,8 @@
 """Where the time of an environment step goes, and what this machine could do at best.
 
 Each SCRIPT[:MODE] runs unchanged in a process of its own, and is watched from the last start of its clock to its end:
-once as it is, for its speed, and once under PyTorch's profiler, which slows down mostly the many short pieces; the
-speed beside them shows by how much. On a GPU all pieces but the environment are kernels, and the rest is the wall clock
+once as it is, for its speed, and once under PyTorch's profiler, which slows down mostly the many short pieces; both
+step times show by how much. On a GPU all pieces but the environment are kernels, and the rest is the wall clock
 minus all of them: too little if kernels run at the same time or while the environment steps.
 
 The floors are the script's environments alone, with random actions, and the operations of its products and convolutions

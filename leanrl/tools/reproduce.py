@@ -7,7 +7,7 @@ layout must do so, and layouts must agree within float32 tolerance after one upd
     python -m leanrl.tools.reproduce --scripts cleanba_ppo --layouts a0-l0-d1 a0-l1,2-d1 --lags 0 1 2 --updates 50
 
 By default everything runs on this machine's CPU with virtual devices. Layouts of several groups (d2) are started as
-SLURM would start them, one task per group. The tables are also written to OUT/table.md and OUT/reproduce.json.
+SLURM would start them, one task per group. The table is also written to OUT/table.md, and OUT/reproduce.json.
 """
 
 import hashlib
@@ -111,7 +111,7 @@ def execute(run: Run, args: Args, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
-    """Twelve digits that change with any bit of the tensors."""
+    """Twelve hex digits that depend on every bit of the tensors."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(name.encode() + tensor.numpy().tobytes())

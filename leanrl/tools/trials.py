@@ -44,7 +44,7 @@ RESERVED_FLAGS = (
 )
 """Flags of the scripts that the tools set or do not allow."""
 
-# A child that is asked to stop first finishes its update or compilation; after this it is killed.
+# A child that is asked to stop first finishes its update or compilation. After this time it is killed.
 STOP_SECONDS = 20
 
 # How much of the output of a failed run is shown: usually a whole traceback.
@@ -82,7 +82,7 @@ class Contender:
 
 @dataclass
 class Trial:
-    """One run of a contender; what is read from its run directory is empty if it failed."""
+    """One run of a contender; what its run directory does not have (yet) is empty."""
 
     label: str
     seed: int
@@ -220,7 +220,7 @@ def require_peer(who: str, name: str) -> None:
 
 
 def check_flags(words: Sequence[str], reserved: Sequence[str] = RESERVED_FLAGS) -> None:
-    """UsageError if flags for scripts are not flags, or are ``reserved``: the tool sets those."""
+    """UsageError if ``words`` do not begin with a flag, or one is ``reserved`` for the tool."""
     if words and not words[0].startswith("-"):
         raise UsageError(f"{words[0]}: not a flag; only the scripts' flags go here, and --help says where scripts go")
     for word in words:
@@ -388,13 +388,12 @@ def run_groups(name: str, command: Sequence[str], num_groups: int) -> None:
     share, tasks = len(gpus) // num_groups, []
     for number in range(num_groups):
         own = {"SLURM_PROCID": str(number), "CUDA_VISIBLE_DEVICES": ",".join(gpus[number * share :][:share])}
-        tasks.append(subprocess.Popen(command, env={**environ, **own}, stdout=subprocess.DEVNULL))
+        tasks.append(subprocess.Popen(command, env={**environ, **own}, stdout=subprocess.DEVNULL, process_group=0))
     try:
         codes = [task.wait() for task in tasks]
     finally:
         for task in tasks:
-            task.terminate()
-            task.wait()
+            stop(task)
     if code := max(map(abs, codes)):
         print(f"{name}: ended with exit code {code}", file=sys.stderr)
         raise SystemExit(code)
@@ -421,13 +420,15 @@ def peak_memory_mb(pid: int) -> float | None:
 
 
 def stop(child: subprocess.Popen) -> None:
-    """Asks a child to stop and waits, but not for long or beyond a second Ctrl-C; kills it then, and all it started."""
+    """Asks a child to stop and waits, but not for long or beyond another signal; kills it then, and all it started."""
     child.terminate()
-    with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
-        child.wait(STOP_SECONDS)
-    with suppress(ProcessLookupError):  # nothing is left
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(STOP_SECONDS)
+    finally:  # also after a second signal
+        with suppress(ProcessLookupError):  # nothing is left
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
 
 
 def end_of(log: Path) -> str:
