@@ -24,7 +24,7 @@ VECTORS = gym.spaces.Box(-1, 1, (10, 5), np.float32)
 # ---------------------------------------------------------------------------------------------------------- NETWORKS
 
 
-SHARED = "layer_init conv3x3 ResidualBlock ConvSequence ImpalaCNN NatureCNN ImageAgent VectorAgent play"
+SHARED = "layer_init conv3x3 ResidualBlock ConvSequence ImpalaCNN NatureCNN ImageAgent VectorAgent"
 
 
 @pytest.mark.parametrize("name", SHARED.split())
