@@ -43,7 +43,7 @@ class Args(RunArgs):
     device: str = "auto"
     """auto, cpu, cuda or cuda:N"""
     amp: Literal["none", "bf16"] = "none"
-    """bf16 runs the networks of the update under autocast, except their last layers"""
+    """bf16 runs the networks under autocast, except their last layers and, in the fast variant, acting"""
     num_threads: int | None = None
     """CPU threads of PyTorch; by default 1 for minibatches under 1,024 rows and all cores above"""
 
@@ -371,7 +371,7 @@ def main(args: Args) -> None:
             for step in range(args.num_steps):
                 rollout.obs[step] = next_obs
                 rollout.weights[step] = 1.0 - next_reset
-                with torch.no_grad():
+                with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=args.amp == "bf16"):
                     probs = agent.get_policy(next_obs)
                     action = probs.sample()
                     rollout.actions[step] = action
@@ -391,7 +391,8 @@ def main(args: Args) -> None:
 
             with torch.no_grad():
                 rollout.obs[-1] = next_obs
-                rollout.values[-1] = agent.get_value(next_obs)
+                with torch.autocast(device.type, torch.bfloat16, enabled=args.amp == "bf16"):
+                    rollout.values[-1] = agent.get_value(next_obs)
                 advantages = compute_gae(rewards, rollout.values, terminations, dones, args.gamma, args.gae_lambda)
                 rollout.advantages[:-1] = advantages
                 rollout.returns[:-1] = advantages + rollout.values[:-1]

@@ -52,7 +52,7 @@ class Args(RunArgs):
     device: str = "auto"
     """auto, cpu, cuda or cuda:N"""
     amp: Literal["none", "bf16"] = "none"
-    """bf16 runs the networks of the update under autocast, except their last layers"""
+    """bf16 runs the networks under autocast, except their last layers and, in the fast variant, acting"""
     num_threads: int | None = None
     """CPU threads of the update; by default 1 for minibatches under 1,024 rows and all cores above. Acting uses 1."""
     compile: bool = False
@@ -348,8 +348,10 @@ def finish_rollout(
         rewards, terminations, dones, resets: [T, N]; raw rewards, and flags as floats.
     """
     rollout.weights[:-1] = 1.0 - resets
-    rollout.logprobs.copy_(agent.get_policy(rollout.obs).log_prob(rollout.actions).sum(-1))
-    rollout.values.copy_(agent.get_value(rollout.obs))
+    # As in the update, whose first ratios are therefore 1.
+    with torch.autocast(rewards.device.type, torch.bfloat16, enabled=args.amp == "bf16"):
+        rollout.logprobs.copy_(agent.get_policy(rollout.obs).log_prob(rollout.actions).sum(-1))
+        rollout.values.copy_(agent.get_value(rollout.obs))
     rewards = normalize_rewards(rewards, terminations, rollout.weights[:-1])
     advantages = compute_gae(rewards, rollout.values, terminations, dones, args.gamma, args.gae_lambda)
     rollout.advantages[:-1] = advantages

@@ -88,6 +88,7 @@ def refused(script, tmp_path, capsys):
 
 BAD_FLAGS = [
     *[[flag, "0"] for flag in ("--num-envs", "--total-timesteps", "--checkpoint-every", "--num-threads")],
+    ["--snapshot-seconds", "0.0"],
     *[["--gamma", value] for value in ("1.5", "-0.1", "nan")],
     *[["--max-seconds", value] for value in ("0.0", "-1.0", "nan", "inf")],
     ["--seed", "-1"],
@@ -184,9 +185,9 @@ def test_compile_without_a_compiler_on_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.delenv("CC", raising=False)
     (tmp_path / "gcc").touch(mode=0o755)
-    args = SimpleNamespace(device="cuda", compile=True)
+    args = SimpleNamespace(device="cuda", compile=True, one_graph=True)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert resolve_device(args) == torch.device("cuda", 0)
+    assert resolve_device(args) == torch.device("cuda", 0) and args.cudagraphs
     monkeypatch.setenv("CC", "another")
     with pytest.raises(UsageError, match="needs a C compiler; install gcc"):
         resolve_device(args)
@@ -204,6 +205,12 @@ def test_envpool_is_imported_without_what_takes_most_of_the_time():
     code = "import sys; from leanrl.support.envs import make_envs; make_envs('CartPole-v1', 1, 1, 'envpool').reset()"
     code += "; assert not {'jax', 'matplotlib'} & {*sys.modules}; make_envs('Maze-v0', 1, 1, 'envpool').reset()"
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=300)
+
+
+def test_a_run_without_a_name_gets_one(tmp_path):
+    assert run("dqn", *tiny("dqn"), "--total-timesteps=64", f"--runs-dir={tmp_path}") == 0
+    (run_dir,) = tmp_path.iterdir()
+    assert re.fullmatch(r"CartPole-v1__dqn__1__\d{19}", run_dir.name)
 
 
 # root may write where permissions forbid it, but not below a file.

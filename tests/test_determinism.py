@@ -1,27 +1,17 @@
 """The same seed gives the same losses, another seed gives others."""
 
 import pytest
-from scripts import ATARI, FAST_SCRIPTS, FINISHED, ON_POLICY, PPO, run_tiny, run_until, start_process, tiny
-
-from leanrl.support.tracking import read_metrics
-
-
-def losses(run_dir):
-    """The losses of each log point, and the returns that they led to."""
-    keys = ("losses/", "charts/episodic")
-    rows = [{k: v for k, v in row.items() if k.startswith(keys)} for row in read_metrics(run_dir)]
-    assert len(rows) > 3 and all(None not in row.values() and len(row) > 1 for row in rows)
-    return rows
+from scripts import ATARI, FAST_SCRIPTS, FINISHED, ON_POLICY, PPO, course, run_tiny, run_until, start_process, tiny
 
 
 def test_same_seed_same_losses(script, finished_run, tmp_path):
-    same = losses(finished_run)
+    same = course(finished_run)
     if script in PPO + ATARI:  # the others, even interrupted, come to the same in test_resume.py
-        assert losses(run_tiny(script, tmp_path, f"--total-timesteps={FINISHED}", name="same")) == same
+        assert course(run_tiny(script, tmp_path, f"--total-timesteps={FINISHED}", name="same")) == same
     loss = next(key for key in same[0] if key.endswith(("value_loss", "qf1_loss", "td_loss")))
     flags = [*tiny(script), f"--total-timesteps={FINISHED}", f"--runs-dir={tmp_path}", "--run-name=other", "--seed=2"]
     assert run_until(script, 320, *flags) == 0
-    others = zip(losses(tmp_path / "other"), same, strict=False)
+    others = zip(course(tmp_path / "other"), same, strict=False)
     assert all(ours[loss] != theirs[loss] for ours, theirs in others)
 
 
@@ -40,4 +30,4 @@ def test_fast_modes_are_deterministic(script, mode, tmp_path):
     for name in ("first", "same"):
         flags = ["--total-timesteps=640", f"--runs-dir={tmp_path}", f"--run-name={name}"]
         assert start_process(script, *tiny(script), *mode, *flags).wait(timeout=600) == 0
-    assert losses(tmp_path / "first") == losses(tmp_path / "same")
+    assert course(tmp_path / "first") == course(tmp_path / "same")

@@ -6,9 +6,7 @@ import sys
 
 import pytest
 import torch
-from scripts import KINDS, run, tiny
-from sebulba_runs import DISTRIBUTED, run_alone
-from sebulba_runs import tiny as tiny_distributed
+from scripts import KINDS, run_tiny
 
 from leanrl.support import devices
 
@@ -68,18 +66,18 @@ def test_units_for_bf16(monkeypatch, capabilities, expected):
     assert devices.has_bf16_units() == expected
 
 
+def test_pytorch_calls_the_units_so():
+    names = {"x86_64": {"avx512_bf16", "amx_bf16"}, "aarch64": {"bf16"}}.get(platform.machine(), set())
+    assert names <= torch.cpu.get_capabilities().keys()
+
+
 WARNING = "warning: --amp bf16: this processor has no bf16 units, float32 is faster on it\n"
 
 
 @pytest.mark.parametrize("amp, has_units, warning", [("bf16", False, WARNING), ("none", False, ""), ("bf16", True, "")])
-@pytest.mark.parametrize("script", [*KINDS, *DISTRIBUTED])
+@pytest.mark.parametrize("script", KINDS)
 def test_bf16_without_units_is_slow(monkeypatch, tmp_path, capsys, script, amp, has_units, warning):
     """Which is said once; the run goes on."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: SKYLAKE | {"amx_bf16": has_units})
-    if script in DISTRIBUTED:
-        flags = tiny_distributed(tmp_path, f"--amp={amp}", "--total-timesteps=256")
-        assert run_alone(monkeypatch, script, *flags) == 0
-    else:
-        flags = ["--total-timesteps=64", f"--amp={amp}", f"--runs-dir={tmp_path}", "--run-name=run"]
-        assert run(script, *tiny(script), *flags) == 0
+    run_tiny(script, tmp_path, "--total-timesteps=64", f"--amp={amp}")
     assert capsys.readouterr().err == warning

@@ -174,6 +174,7 @@ class Custom(gym.Env):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
+        self.observation_space.seed(int(self.np_random.integers(2**31)))
         return self.observation_space.sample(), {}
 
     def step(self, action):

@@ -7,6 +7,7 @@ from pathlib import Path
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 from gymnasium.envs.classic_control import CartPoleEnv
 from gymnasium.envs.mujoco.hopper_v5 import HopperEnv
 from gymnasium.envs.registration import EnvSpec
@@ -206,6 +207,7 @@ def test_the_replay_holds_what_happened(script, stream, tmp_path, monkeypatch):
     assert len(rows) == 600 - counts["reset"]
     np.testing.assert_array_equal(rows, np.float32(expected))
     assert rows[:, -1].sum() == counts["termination"]
+    assert summary(run_dir)["episodes"] == counts["termination"] + counts["truncation"]
     if script.startswith("fast_sac"):
         seen = np.concatenate([obs for obs, *_ in steps])
         mean = newest_checkpoint(run_dir)[1]["script"]["obs_rms"]["mean"]
@@ -215,8 +217,9 @@ def test_the_replay_holds_what_happened(script, stream, tmp_path, monkeypatch):
 @pytest.mark.parametrize("script", OFF_POLICY)
 def test_targets_follow_the_trained_networks(script, tmp_path):
     """From the same start, by a part of the way."""
-    flags = ["--tau=0.5", *(["--target-network-frequency=10"] if script.startswith("dqn") else [])]
-    assert run_until(script, 30, *tiny(script), *flags, f"--runs-dir={tmp_path}", "--run-name=run") == 0
+    # Of DQN (in steps) and SAC (in updates) the last step's is the first that moves targets.
+    every = {"dq": ["--target-network-frequency=200"], "sa": ["--target-network-frequency=19"]}.get(script[:2], [])
+    assert run_until(script, 30, *tiny(script), "--tau=0.5", *every, f"--runs-dir={tmp_path}", "--run-name=run") == 0
     before = newest_checkpoint(tmp_path / "run")[1]["script"]
     assert run(script, "--resume", tmp_path / "run", "--total-timesteps=200") == 0
     after = newest_checkpoint(tmp_path / "run")[1]["script"]
@@ -225,6 +228,8 @@ def test_targets_follow_the_trained_networks(script, tmp_path):
     for name, target in ((name, target) for name, target in target_of.items() if target in after):
         assert leaves(before[name]) == leaves(before[target])
         assert leaves(after[name]) != leaves(before[name]) != leaves(after[target]) != leaves(after[name])
+        for key, old in before[target].items() if every else ():
+            torch.testing.assert_close(after[target][key], old.lerp(after[name][key], 0.5))
 
 
 @pytest.mark.parametrize("script", OFF_POLICY)

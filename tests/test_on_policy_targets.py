@@ -18,6 +18,8 @@ import leanrl.ppo_atari_envpool as ppo_atari
 import leanrl.ppo_continuous_action as ppo
 import leanrl.pqn as pqn
 import leanrl.pqn_atari_envpool as pqn_atari
+from leanrl.support.episodes import EpisodeStatistics
+from leanrl.support.normalization import RewardNormalizer
 
 # ----------------------------------------------------------------------------------------------------------- TARGETS
 
@@ -102,7 +104,7 @@ def test_targets_by_hand(targets):
 
 
 @pytest.mark.parametrize("script", [script for script in ON_POLICY if script not in ATARI])
-def test_ends_are_those_that_environments_tell(script, tmp_path, monkeypatch):
+def test_what_is_learned_is_what_environments_told(script, tmp_path, monkeypatch):
     """Through main(), with episodes that terminate or end after 20 steps; each epoch shuffles the whole batch anew."""
     module, told, given, updates = importlib.import_module(f"leanrl.{script}"), [], [], []
     monkeypatch.setattr(gym.spec(tiny_env(script)), "max_episode_steps", 20)
@@ -113,25 +115,39 @@ def test_ends_are_those_that_environments_tell(script, tmp_path, monkeypatch):
 
     def see_envs(envs, args):
         step = envs.step
-        envs.step = lambda actions: told.append(deepcopy(step(actions))) or told[-1]
+        envs.step = lambda actions: told.append((np.array(actions), *deepcopy(step(actions)))) or told[-1][1:]
         return envs
 
     def see_update(update, args):
-        # The third argument is the rollout.
-        return lambda inds: updates.append((inds.clone(), args[2].weights[:-1].clone())) or update(inds)
+        def seen(rollout) -> list[torch.Tensor]:
+            return [x.clone() for x in (rollout.weights[:-1], rollout.obs, rollout.actions[:-1])]
+
+        return lambda inds: updates.append((inds.clone(), *seen(args[2]))) or update(inds)
 
     watch("make_envs", see_envs)
     watch("make_update", see_update)
     targets = "compute_gae" if "ppo" in script else "lambda_returns"
-    watch(targets, lambda found, args: given.append([flags.clone() for flags in args[2:4]]) or found)
-    run_tiny(script, tmp_path, "--num-envs=2", "--num-steps=8", "--update-epochs=2", "--total-timesteps=1024")
-    terminations, truncations = torch.from_numpy(np.array([*zip(*told, strict=True)][2:4])).float()
+    watch(targets, lambda found, args: given.append([x.clone() for x in (*args[2:4], args[0])]) or found)
+    run_dir = run_tiny(script, tmp_path, "--num-envs=2", "--num-steps=8", "--update-epochs=2", "--total-timesteps=1024")
+    actions, _, *outcome, _ = zip(*told, strict=True)
+    rewards, terminations, truncations = torch.from_numpy(np.array(outcome)).float()
     dones = terminations.maximum(truncations)
     resets = torch.cat([torch.zeros(1, 2), dones[:-1]])
     assert terminations.any() and truncations.any() and dones[7:-1:8].any()
-    assert all(map(torch.equal, map(torch.cat, zip(*given, strict=True)), (terminations, dones)))
-    inds, weights = zip(*updates[-512:], strict=True)  # 64 rollouts, 2 epochs, 4 minibatches
+    *ends, learned = map(torch.cat, zip(*given, strict=True))
+    assert all(map(torch.equal, ends, (terminations, dones)))
+    inds, weights, obs, chosen = zip(*updates[-512:], strict=True)  # 64 rollouts, 2 epochs, 4 minibatches
     assert torch.equal(torch.cat(weights[::8]), 1 - resets)
+    obs, chosen = torch.stack(obs[::8]), torch.cat(chosen[::8])
+    assert torch.equal(obs[1:, 0], obs[:-1, -1])
+    returns, _ = EpisodeStatistics(2).add(rewards.numpy(), dones.numpy() > 0, resets.numpy() > 0)
+    assert summary(run_dir)["episodic_return"] == pytest.approx(returns[-100:].mean(), rel=1e-5)
+    if "ppo" in script:  # clipped for the environment alone
+        assert (chosen.abs() > 1).any()
+        chosen, normalize = chosen.clamp(-1, 1), RewardNormalizer(2, 0.99, torch.device("cpu"))
+        rewards = normalize(rewards, terminations, 1 - resets)
+    assert np.array_equal(chosen, np.array(actions))
+    torch.testing.assert_close(learned, rewards, rtol=1e-4, atol=1e-5)
     orders = torch.cat(inds).view(128, 16)
     assert torch.equal(orders.sort(1).values, torch.arange(16).expand(128, 16)) and len(orders.unique(dim=0)) == 128
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 from gymnasium.envs.registration import EnvSpec
 from scripts import run_tiny
+from test_envs import BOX, Custom
 from test_on_policy_equality import OBS_DIM, in_every_mode, make_side, mode_args
+from test_on_policy_targets import random_rollout
 
 import leanrl.ppo_continuous_action as reference
 import leanrl.ppo_continuous_action_torchcompile as fast
@@ -89,31 +91,11 @@ def test_moments_are_float64_from_the_start_and_after_a_resume() -> None:
         assert all(rms.mean.dtype == rms.var.dtype == np.float64 for rms in resumed_moments)
 
 
-class Dial(gym.Env):
-    """Observations are whole numbers that no action changes; an episode has 20 steps."""
-
-    action_space = gym.spaces.Box(-1, 1, (1,), np.float32)
-
-    def __init__(self, dtype: type) -> None:
-        self.observation_space = gym.spaces.Box(0, 100, (3,), dtype)
-
-    def turn(self) -> np.ndarray:
-        return self.np_random.integers(101, size=3).astype(self.observation_space.dtype)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.t = 0
-        return self.turn(), {}
-
-    def step(self, action):
-        self.t += 1
-        return self.turn(), float(action[0]), self.t == 20, False, {}
-
-
 @pytest.mark.parametrize("dtype", [np.uint8, np.int64])
 def test_whole_numbers_are_observed_alike(dtype: type, tmp_path, monkeypatch) -> None:
-    monkeypatch.setitem(gym.registry, "LeanRLDial-v0", EnvSpec("LeanRLDial-v0", Dial, kwargs={"dtype": dtype}))
-    flags, moments = ["--env-id=LeanRLDial-v0", "--total-timesteps=256", "--save-model"], []
+    spaces = {"observation_space": gym.spaces.Box(0, 100, (3,), dtype), "action_space": BOX}
+    monkeypatch.setitem(gym.registry, "LeanRLWhole-v0", EnvSpec("LeanRLWhole-v0", Custom, kwargs=spaces))
+    flags, moments = ["--env-id=LeanRLWhole-v0", "--total-timesteps=256", "--save-model"], []
     for script in (SCRIPT, f"{SCRIPT}_torchcompile"):
         moments.append(load_model(run_tiny(script, tmp_path, *flags, name=script))["model"]["obs_rms"])
     ours, theirs = moments
@@ -160,21 +142,12 @@ class Script(gym.vector.VectorEnv):
 
 def test_reward_normalizer_equals_gymnasiums_wrapper() -> None:
     """Over rollouts of several lengths, with terminations, truncations and the reset steps after them."""
-    rng = np.random.default_rng(5)
-    total, num_envs = 300, 3
-    terminations = rng.random((total, num_envs)) < 0.05
-    truncations = rng.random((total, num_envs)) < 0.05
-    resets = np.zeros((total, num_envs), bool)
-    for t in range(1, total):
-        resets[t] = terminations[t - 1] | truncations[t - 1]
-        terminations[t] &= ~resets[t]
-        truncations[t] &= ~resets[t]
-    assert resets.sum() > 30
-    rewards = np.where(resets, 0.0, rng.normal(size=(total, num_envs)) * 3 + 1)
-    wrapper = gym.wrappers.vector.NormalizeReward(Script(rewards, terminations, truncations), gamma=0.97)
+    rewards, _, terminations, dones, resets = (x.numpy() for x in random_rollout(5, 300, 3))
+    rewards = np.where(resets, 0.0, 3 * rewards + 1)
+    wrapper = gym.wrappers.vector.NormalizeReward(Script(rewards, terminations > 0, dones > terminations), gamma=0.97)
     wrapper.reset()
-    expected = np.stack([wrapper.step(None)[1] for _ in range(total)]).clip(-10, 10)
-    normalize = RewardNormalizer(num_envs, 0.97, torch.device("cpu"))
+    expected = np.stack([wrapper.step(None)[1] for _ in range(300)]).clip(-10, 10)
+    normalize = RewardNormalizer(3, 0.97, torch.device("cpu"))
     pieces = [
         normalize(*(torch.as_tensor(x[a:b], dtype=torch.float32) for x in (rewards, terminations, 1.0 - resets)))
         for a, b in ((0, 1), (1, 128), (128, 130), (130, 300))

@@ -1,6 +1,7 @@
 """Networks, targets and losses of the distributed scripts against slow transcriptions of their papers."""
 
 import inspect
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -110,6 +111,18 @@ def test_acting_in_bf16_is_autocast(torso):
     assert torch.equal(logprobs, logits.log_softmax(1)[range(3), actions.long()])
 
 
+@pytest.mark.parametrize("module", [ppo, impala])
+def test_only_gradients_longer_than_the_norm_are_cut_to_it(module):
+    p = torch.zeros(2, requires_grad=True)
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    optimizer.params = [p]
+    agent = SimpleNamespace(parameters=lambda: [p])
+    _, step = module.make_update(agent, optimizer, [], module.Args(max_grad_norm=0.5))
+    for gradient, expected in (([0.06, 0.08], [-0.06, -0.08]), ([-6.0, 8.0], [0.24, -0.48])):
+        step(torch.tensor(gradient + [0.0] * len(module.Losses._fields)))
+        assert p.tolist() == pytest.approx(expected, rel=1e-5)
+
+
 # --------------------------------------------------------------------------------------------------------------- PPO
 
 
@@ -139,25 +152,6 @@ def test_on_images_ppo_is_that_of_one_process(norm_adv):
     torch.testing.assert_close(as_theirs(gradients), list(expected_gradients), rtol=1e-3, atol=1e-5)
 
 
-def continuous_minibatch(size=64, action_dim=3):
-    """A policy, values, and what they are compared with."""
-    g = torch.Generator().manual_seed(0)
-    mean, logstd, noise = (torch.randn(size, action_dim, generator=g) for _ in range(3))
-    policy = ppo.Gaussian(mean, 0.3 * logstd)
-    actions = mean + noise
-    logprobs = slow_logprob(policy, actions) + 0.2 * torch.randn(size, generator=g)
-    values, advantages, returns = 1 + torch.randn(3, size, generator=g)
-    weights = (torch.rand(size, generator=g) > 0.2).float()
-    return policy, values, ppo.Minibatch(torch.zeros(size), actions, logprobs, advantages, returns, weights)
-
-
-def slow_logprob(policy, actions):
-    """The logarithm of the product of the normal densities."""
-    std = policy.logstd.exp()
-    densities = (-0.5 * ((actions - policy.mean) / std) ** 2).exp() / (std * np.sqrt(2 * np.pi))
-    return densities.double().prod(1).log().float()
-
-
 def continuous_agent():
     """One whose observations are around 100, and its twin among the scripts of one process."""
     torch.manual_seed(0)
@@ -177,10 +171,11 @@ def continuous_agent():
 def test_with_continuous_actions_ppo_is_that_of_one_process():
     """The same network, loss and gradient, but that Cleanba does not clip the value loss."""
     ours, theirs, obs, normalized = continuous_agent()
-    *_, batch = continuous_minibatch(size=16)
-    logprobs = theirs.get_policy(normalized).log_prob(batch.actions).sum(1).detach() + 0.1 * batch.logprobs
-    batch = batch._replace(obs=obs, logprobs=logprobs)
+    actions, (noise, advantages, returns) = torch.randn(16, 3), 1 + torch.randn(3, 16)
+    logprobs = theirs.get_policy(normalized).log_prob(actions).sum(1).detach() + 0.3 * (noise - 1)
+    batch = ppo.Minibatch(obs, actions, logprobs, advantages, returns, (torch.arange(16) % 5 > 0).float())
     loss, parts = ppo.ppo_loss(ours, batch, ppo.Args(clip_coef=0.2))
+    assert 0.1 < parts.clipfrac < 0.9
     args = continuous.Args(clip_vloss=False, ent_coef=0.01)
     told = {**batch._asdict(), "obs": normalized, "values": batch.returns}
     expected, losses = continuous.ppo_loss(theirs, continuous.Minibatch(**told), args)
@@ -269,6 +264,11 @@ def loss_inputs():
 
 def loss_of(logits, values, batch):
     return impala.impala_loss(lambda obs: (logits.flatten(0, 1), values.flatten()), batch, impala.Args())
+
+
+def test_true_values_have_no_loss():
+    _, losses = loss_of(*loss_inputs())
+    assert abs(losses.policy_loss) < 1e-4 and losses.value_loss < 1e-4 and losses.entropy > 1
 
 
 def test_reset_steps_change_nothing_of_impalas_loss():

@@ -28,17 +28,17 @@ CPU = torch.device("cpu")
 # ---------------------------------------------------------------------------------------------------------- ROLLOUTS
 
 
-def played_rollouts(monkeypatch, env_id: str, backend: str, num_steps: int, count: int) -> tuple:
+def played_rollouts(monkeypatch, module, env_id: str, backend: str, num_steps: int, count: int) -> tuple:
     """The first rollouts of a run's only actor thread, whose parameters never change; and its 3 environments anew."""
     for name, value in ALONE.items():
         monkeypatch.setenv(name, value)
     sizes = {"num_steps": num_steps, "local_num_envs": 3, "num_actor_threads": 1}
-    args = ppo.Args(env_id=env_id, env_backend=backend, total_timesteps=count * 3 * num_steps, timeout=60, **sizes)
+    args = module.Args(env_id=env_id, env_backend=backend, total_timesteps=count * 3 * num_steps, timeout=60, **sizes)
     start = resolve_start(args)
-    agent = ppo.make_agent(start.space, start.action_space, args)
+    agent = module.make_agent(start.space, start.action_space, args)
     acting, fail = ActingAgent(agent, args.amp), lambda error, name: traceback.print_exception(error)
     thread = ActorThread(start, 0, acting, 0, fail)
-    thread.start(ppo.play, ppo.make_act(acting, args), args)
+    thread.start(module.play, module.make_act(acting, args), args)
     rollouts = []
     for number in range(1, count + 1):
         (rollout,) = thread.take()
@@ -53,9 +53,10 @@ def played_rollouts(monkeypatch, env_id: str, backend: str, num_steps: int, coun
     "env_id, num_steps, backend",
     [("Catch-v0", 19, "envpool"), ("MountainCar-v0", 200, "envpool"), ("MountainCar-v0", 200, "gymnasium")],
 )
-def test_rollouts_tell_what_their_actions_did(monkeypatch, env_id, num_steps, backend):
+@pytest.mark.parametrize("module", [ppo, impala])
+def test_rollouts_tell_what_their_actions_did(monkeypatch, module, env_id, num_steps, backend):
     """Played once more: Catch terminates every tenth step, and MountainCar's time runs out after 200."""
-    rollouts, envs = played_rollouts(monkeypatch, env_id, backend, num_steps, 2)
+    rollouts, envs = played_rollouts(monkeypatch, module, env_id, backend, num_steps, 2)
     with envs as pool:
         obs, _ = pool.reset()
         resets, returns, lengths = np.zeros(3, bool), np.zeros(3), np.zeros(3)
@@ -85,7 +86,7 @@ def test_rollouts_tell_what_their_actions_did(monkeypatch, env_id, num_steps, ba
 @pytest.mark.parametrize("backend", ["envpool", "gymnasium"])
 def test_continuous_actions_are_clipped_for_the_environment_only(monkeypatch, backend):
     """Pendulum's torque, within -2 and 2, is sampled around 0; time runs out after 200 steps."""
-    (rollout,), envs = played_rollouts(monkeypatch, "Pendulum-v1", backend, 210, 1)
+    (rollout,), envs = played_rollouts(monkeypatch, ppo, "Pendulum-v1", backend, 210, 1)
     assert 0.01 < (rollout.actions.abs() > 2).float().mean() < 0.1  # of a normal distribution 0.045
     with envs as pool:
         obs, _ = pool.reset()

@@ -704,6 +704,7 @@ BAD = [
     *[[flag, "0"] for flag in ("--num-minibatches", "--log-frequency", "--env-threads", "--total-timesteps")],
     *[[flag, "0.0"] for flag in ("--timeout", "--learning-rate", "--max-grad-norm", "--max-seconds")],
     *[[flag, "0"] for flag in ("--gradient-accumulation-steps", "--evaluate-episodes", "--hiddens")],
+    *[["--checksum-frequency", "0"], ["--snapshot-seconds", "0.0"]],
     *[["--gamma", value] for value in ("1.5", "nan")],
     *[["--target-return", value] for value in ("nan", "inf")],
     *[["--device", name] for name in ("cuda:1", "nonsense")],
@@ -737,7 +738,6 @@ MORE_BAD = {
     "--num-minibatches=3 --gradient-accumulation-steps=2": "--num-minibatches 3: times --gradient-accumulation",
     "--env-id=Pendulum-v1": "--env-id Pendulum-v1: has continuous actions",  # bad for IMPALA alone
     "--env-id=Pendulum-v1 --torso=nature": "--env-id Pendulum-v1: has continuous actions",
-    "--env-id=Pendulum-v1 --torso=impala": "--env-id Pendulum-v1: has continuous actions",
 }
 
 

@@ -34,6 +34,10 @@ def test_metrics_of_a_run(script, finished_run):
         "dqn": {"charts/epsilon"},
     }.get(script[:3], set())
     assert all(keys <= set(row) for row in rows)
+    if "charts/epsilon" in keys:  # that of the step, or rollout, before
+        module, passed = importlib.import_module(f"leanrl.{script}"), 1 if script.startswith("dqn") else 64
+        args = module.Args(total_timesteps=FINISHED)
+        assert all(row["charts/epsilon"] == module.linear_schedule(args, row["global_step"] - passed) for row in rows)
     # The keys that CleanRL's plots look for.
     expected = {"ppo": "value_loss", "pqn": "td_loss", "dqn": "td_loss"}.get(script[:3], "qf1_loss")
     assert f"losses/{expected}" in keys
