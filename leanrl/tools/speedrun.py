@@ -265,8 +265,8 @@ def draw(*records: dict):
         # Beneath the curves; a name that is longer is whole in the table.
         axes.legend(lines, [f"{name:.70}" for name in colors], fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.17))
         common.clean(axes)
-    machine = common.describe_machine(records[0]["machine"])
-    figure.suptitle(f"Evaluations until two reach the target\n{machine}", fontsize=9)
+    machines = dict.fromkeys(common.describe_machine(record["machine"]) for record in records)
+    figure.suptitle("\n".join(["Evaluations until two reach the target", *machines]), fontsize=9)
     return figure
 
 
