@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from scripts import SOURCE, run, wait_until
+from scripts import SOURCE, course, run, wait_until
 
 from leanrl.sebulba.supervisor import local_store
 
@@ -63,8 +63,7 @@ def ranks_of(launcher: subprocess.Popen) -> list[psutil.Process]:
 
 def wait_for_log(run_dir: Path, process: subprocess.Popen, points: int = 1, seconds: float = 120) -> None:
     """Waits for so many log points of a run that is under way."""
-    path = run_dir / "metrics.jsonl"
-    wait_until(lambda: path.exists() and path.read_text().count("\n") >= points, process, seconds)
+    wait_until(lambda: len(course(run_dir)) >= points, process, seconds)
 
 
 def last_line(out: str) -> str:

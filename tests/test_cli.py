@@ -208,8 +208,8 @@ def test_envpool_is_imported_without_what_takes_most_of_the_time():
 
 
 def test_a_run_without_a_name_gets_one(tmp_path):
-    assert run("dqn", *tiny("dqn"), "--total-timesteps=64", f"--runs-dir={tmp_path}") == 0
-    (run_dir,) = tmp_path.iterdir()
+    assert run("dqn", *tiny("dqn"), "--total-timesteps=64", f"--runs-dir={tmp_path}/deep/runs") == 0
+    (run_dir,) = (tmp_path / "deep" / "runs").iterdir()
     assert re.fullmatch(r"CartPole-v1__dqn__1__\d{19}", run_dir.name)
 
 

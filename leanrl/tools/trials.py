@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
+from contextlib import ExitStack, nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -386,14 +386,12 @@ def run_groups(name: str, command: Sequence[str], num_groups: int) -> None:
         command = [*command, "--distributed"]
     gpus = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
     share, tasks = len(gpus) // num_groups, []
-    for number in range(num_groups):
-        own = {"SLURM_PROCID": str(number), "CUDA_VISIBLE_DEVICES": ",".join(gpus[number * share :][:share])}
-        tasks.append(subprocess.Popen(command, env={**environ, **own}, stdout=subprocess.DEVNULL, process_group=0))
-    try:
+    with ExitStack() as started:  # all are stopped, whatever interrupts the stop of one
+        for number in range(num_groups):
+            own = {"SLURM_PROCID": str(number), "CUDA_VISIBLE_DEVICES": ",".join(gpus[number * share :][:share])}
+            tasks.append(subprocess.Popen(command, env={**environ, **own}, stdout=subprocess.DEVNULL, process_group=0))
+            started.callback(stop, tasks[-1])
         codes = [task.wait() for task in tasks]
-    finally:
-        for task in tasks:
-            stop(task)
     if code := max(map(abs, codes)):
         print(f"{name}: ended with exit code {code}", file=sys.stderr)
         raise SystemExit(code)
