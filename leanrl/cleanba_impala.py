@@ -2,8 +2,8 @@
 
 Papers: https://arxiv.org/abs/1802.01561 (IMPALA), https://arxiv.org/abs/2310.00036 (Cleanba, the source of
 flags and hyperparameters). What differs: 48 environments a thread; rewards, dones and masks are aligned with the action
-that caused them, truncated episodes are bootstrapped, and the summed gradient need not depend on the number of
-learners. The runtime is leanrl/sebulba/. cleanba_ppo.py has other targets, loss and update, and continuous actions.
+that caused them, truncated episodes are bootstrapped, and with --num-shards the gradient does not depend on the number
+of learners. The runtime is leanrl/sebulba/. cleanba_ppo.py has other targets, loss and update, and continuous actions.
 
     python leanrl/cleanba_impala.py --env-id Breakout-v5                             # actor and learner on one device
     python leanrl/cleanba_impala.py --actor-device-ids 0 --learner-device-ids 1 2    # an actor and two learners
@@ -76,7 +76,7 @@ class Args(SebulbaArgs):
     num_minibatches: int = 4
     """optimiser steps per rollout, each on a part of the environments of every shard"""
     gradient_accumulation_steps: int = 1
-    """slices of a minibatch, computed one after the other to save memory"""
+    """microbatches per minibatch, computed one by one to save memory"""
     rho_bar: float = 1.0
     """rho-bar: truncates the importance weights of the temporal differences"""
     c_bar: float = 1.0
@@ -87,10 +87,6 @@ class Args(SebulbaArgs):
     """coefficient of the value loss"""
     max_grad_norm: float = 40.0
     """gradients are clipped to this norm"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.channels, self.hiddens = tuple(self.channels), tuple(self.hiddens)
 
 
 def validate(args: Args) -> None:
@@ -106,7 +102,7 @@ def validate(args: Args) -> None:
 
 
 def validate_shards(args: Args, layout: Layout) -> None:
-    """Raises UsageError unless a shard's environments divide into minibatches, and those into slices to accumulate."""
+    """Raises UsageError unless a shard's environments divide into minibatches, and those into microbatches."""
     if layout.shard_size % (args.num_minibatches * args.gradient_accumulation_steps):
         needed = f"times --gradient-accumulation-steps {args.gradient_accumulation_steps} must divide"
         raise bad("num_minibatches", args.num_minibatches, f"{needed} the {layout.shard_size} environments of a shard")
@@ -303,7 +299,7 @@ class Minibatch(NamedTuple):
     rewards: torch.Tensor
     terminations: torch.Tensor
     dones: torch.Tensor
-    weights: torch.Tensor  # 0 where a step only reset its environment, else 1
+    mask: torch.Tensor  # 0 where a step only reset its environment, else 1
 
 
 class Losses(NamedTuple):
@@ -316,7 +312,7 @@ class Losses(NamedTuple):
 
 def impala_loss(agent: nn.Module, minibatch: Minibatch, args: Args) -> tuple[torch.Tensor, Losses]:
     """The paper's loss (section 4.2), summed over the steps, and what is logged (sums, detached)."""
-    obs, actions, logprobs, rewards, terminations, dones, weights = minibatch
+    obs, actions, logprobs, rewards, terminations, dones, mask = minibatch
     logits, values = agent(obs.flatten(0, 1))
     logits, values = logits.view(*obs.shape[:2], -1), values.view(obs.shape[:2])
     probs = Categorical(logits=logits[:-1], validate_args=False)
@@ -325,9 +321,9 @@ def impala_loss(agent: nn.Module, minibatch: Minibatch, args: Args) -> tuple[tor
     vs, advantages = vtrace(
         log_rhos, rewards, values.detach(), terminations, dones, args.gamma, args.rho_bar, args.c_bar
     )
-    pg_loss = -(advantages * newlogprob * weights).sum()
-    v_loss = 0.5 * ((vs - values[:-1]) ** 2 * weights).sum()
-    entropy = (probs.entropy() * weights).sum()
+    pg_loss = -(advantages * newlogprob * mask).sum()
+    v_loss = 0.5 * ((vs - values[:-1]) ** 2 * mask).sum()
+    entropy = (probs.entropy() * mask).sum()
     loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
     return loss, Losses(pg_loss.detach(), v_loss.detach(), entropy.detach())
 
@@ -428,7 +424,7 @@ def play(thread: ActorThread, act: Callable, args: Args) -> None:
     obs, _ = thread.envs.reset()
     resets = np.zeros(len(obs), bool)  # where the next step only resets its environment
     for rollout in thread.rollouts():  # with the parameters that are due; delivered after the loop's body
-        noise = action_noise(args.seed, thread.numbers, rollout.steps, thread.action_space, thread.device)
+        noise = action_noise(args.seed, thread.env_indices, rollout.steps, thread.action_space, thread.device)
         for step in range(args.num_steps):
             device_obs = rollout.observe(step, obs)
             for block in thread.blocks:  # all environments at once, or shard by shard
@@ -480,8 +476,8 @@ def main(args: Args) -> None:
     agent.to(device, memory_format=torch.channels_last)
     optimizer = RMSprop(agent.parameters(), lr=args.learning_rate, alpha=0.99, eps=0.01)
     network = {name: getattr(args, name) for name in NETWORK_FLAGS}
-    slices = args.num_minibatches, args.gradient_accumulation_steps
-    mb_envs = torch.arange(start.layout.shard_size, device=device).view(*slices, -1)
+    shape = args.num_minibatches, args.gradient_accumulation_steps, -1
+    mb_envs = torch.arange(start.layout.shard_size, device=device).view(shape)
 
     with join(start, __file__, agent, optimizer, network) as worker:
         # For the actor threads and shards of this process; it may have none.
@@ -489,7 +485,7 @@ def main(args: Args) -> None:
         gradients, step = make_update(agent, optimizer, list(worker.shards.values()), args)
         acts, gradients, step = make_executables(acts, gradients, step, start)
 
-        with worker.warm_up():
+        with worker.warmup():
             for _ in range(WARMUP_CALLS if args.cudagraphs else 1):
                 with one_thread():  # as actor threads have
                     for thread, act in zip(worker.threads, acts, strict=True):

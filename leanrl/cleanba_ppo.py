@@ -79,7 +79,7 @@ class Args(SebulbaArgs):
     num_minibatches: int = 4
     """optimiser steps per epoch"""
     gradient_accumulation_steps: int = 1
-    """slices of a minibatch, computed one after the other to save memory; each normalises its own advantages"""
+    """microbatches per minibatch, computed one by one to save memory; each normalises its own advantages"""
     update_epochs: int = 4
     """passes over each rollout"""
     norm_adv: bool = True
@@ -92,10 +92,6 @@ class Args(SebulbaArgs):
     """coefficient of the value loss"""
     max_grad_norm: float = 0.5
     """gradients are clipped to this norm"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.channels, self.hiddens = tuple(self.channels), tuple(self.hiddens)
 
 
 def validate(args: Args) -> None:
@@ -112,13 +108,15 @@ def validate(args: Args) -> None:
 
 
 def validate_shards(args: Args, layout: Layout) -> None:
-    """Raises UsageError unless a shard divides into minibatches, and those into slices to accumulate."""
-    num_rows, num_slices = layout.shard_size * args.num_steps, args.num_minibatches * args.gradient_accumulation_steps
-    if num_rows % num_slices:
+    """Raises UsageError unless a shard's steps divide into minibatches, and those into microbatches."""
+    num_rows, num_parts = layout.shard_size * args.num_steps, args.num_minibatches * args.gradient_accumulation_steps
+    if num_rows % num_parts:
         needed = f"times --gradient-accumulation-steps {args.gradient_accumulation_steps} must divide"
         raise bad("num_minibatches", args.num_minibatches, f"{needed} the {num_rows} steps of a shard's rollout")
-    if args.norm_adv and num_rows // num_slices < 2:
-        raise bad("num_minibatches", args.num_minibatches, "leaves 1 step per shard and slice: too few for --norm-adv")
+    if args.norm_adv and num_rows // num_parts < 2:
+        raise bad(
+            "num_minibatches", args.num_minibatches, "leaves microbatches of 1 step per shard: too few for --norm-adv"
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------- NETWORKS
@@ -317,9 +315,9 @@ def compute_gae(
     return linear_recurrence(deltas.flip(0), decays.flip(0)).flip(0)
 
 
-def weighted_mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Mean of ``x`` [B] over the rows with ``weights`` [B] of 1."""
-    return (x * weights).sum() / weights.sum().clamp(min=1.0)
+def masked_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Mean of ``x`` [B] over the rows where ``mask`` [B] is 1."""
+    return (x * mask).sum() / mask.sum().clamp(min=1.0)
 
 
 class Minibatch(NamedTuple):
@@ -330,7 +328,7 @@ class Minibatch(NamedTuple):
     logprobs: torch.Tensor
     advantages: torch.Tensor
     returns: torch.Tensor
-    weights: torch.Tensor  # 0 where a step only reset its environment, else 1
+    mask: torch.Tensor  # 0 where a step only reset its environment, else 1
 
 
 class Losses(NamedTuple):
@@ -354,28 +352,28 @@ def distribution(policy: torch.Tensor | Gaussian) -> Distribution:
 
 def ppo_loss(agent: nn.Module, minibatch: Minibatch, args: Args) -> tuple[torch.Tensor, Losses]:
     """PPO's clipped loss over one minibatch, and what is logged (detached)."""
-    obs, actions, logprobs, advantages, returns, weights = minibatch
+    obs, actions, logprobs, advantages, returns, mask = minibatch
     policy, newvalue = agent(obs)
     probs = distribution(policy)
     logratio = probs.log_prob(actions) - logprobs
     ratio = logratio.exp()
 
     # approx_kl: http://joschu.net/blog/kl-approx.html
-    old_approx_kl = weighted_mean(-logratio, weights)
-    approx_kl = weighted_mean((ratio - 1) - logratio, weights)
-    clipfrac = weighted_mean(((ratio - 1.0).abs() > args.clip_coef).float(), weights)
+    old_approx_kl = masked_mean(-logratio, mask)
+    approx_kl = masked_mean((ratio - 1) - logratio, mask)
+    clipfrac = masked_mean(((ratio - 1.0).abs() > args.clip_coef).float(), mask)
 
     if args.norm_adv:
-        mean = weighted_mean(advantages, weights)
+        mean = masked_mean(advantages, mask)
         # Unbiased, as torch.std is.
-        variance = (weights * (advantages - mean) ** 2).sum() / (weights.sum() - 1).clamp(min=1.0)
+        variance = (mask * (advantages - mean) ** 2).sum() / (mask.sum() - 1).clamp(min=1.0)
         advantages = (advantages - mean) / (variance.sqrt() + 1e-8)
 
     pg_loss1 = -advantages * ratio
     pg_loss2 = -advantages * torch.clamp(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
-    pg_loss = weighted_mean(torch.max(pg_loss1, pg_loss2), weights)
-    v_loss = 0.5 * weighted_mean((newvalue - returns) ** 2, weights)
-    entropy = weighted_mean(probs.entropy(), weights)
+    pg_loss = masked_mean(torch.max(pg_loss1, pg_loss2), mask)
+    v_loss = 0.5 * masked_mean((newvalue - returns) ** 2, mask)
+    entropy = masked_mean(probs.entropy(), mask)
     loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
     losses = pg_loss, v_loss, entropy, old_approx_kl, approx_kl, clipfrac
     return loss, Losses(*(x.detach() for x in losses))
@@ -401,12 +399,12 @@ class Batch(Minibatch):
 
 
 def fill_targets(batch: Batch, rollout: Rollout, args: Args) -> None:
-    """Advantages, returns and weights of a shard, from the values that the actors computed."""
+    """Advantages, returns and the mask of a shard, from the values that the actors computed."""
     terminations, dones = rollout.terminations.float(), rollout.dones.float()
     advantages = compute_gae(rollout.rewards, rollout.values, terminations, dones, args.gamma, args.gae_lambda)
     batch.advantages.copy_(advantages)
     batch.returns.copy_(advantages + rollout.values[:-1])
-    batch.weights.copy_(1.0 - rollout.resets.float())
+    batch.mask.copy_(1.0 - rollout.resets.float())
 
 
 def scale_rewards(
@@ -418,7 +416,8 @@ def scale_rewards(
 ) -> None:
     """Divides rewards by the standard deviation of all discounted returns so far, and clips them to [-10, 10].
 
-    Gymnasium's NormalizeReward does so at each step; here it is once per rollout, over the environments of all shards.
+    Gymnasium's NormalizeReward does so at each step, and its sums go on after a truncation. Here it is once per
+    rollout, over the environments of all shards.
 
     Args:
         moments: of the discounted returns; updated in place.
@@ -428,12 +427,12 @@ def scale_rewards(
     """
     sums = []
     for rollout, last in zip(rollouts, discounted, strict=True):
-        rewards, weights = rollout.rewards.double(), 1.0 - rollout.resets.double()
-        decays = gamma * weights  # a step that only resets starts a new sum
+        rewards, mask = rollout.rewards.double(), 1.0 - rollout.resets.double()
+        decays = gamma * mask  # a step that only resets starts a new sum
         rewards[0] += decays[0] * last
         returns = linear_recurrence(rewards, decays)
         last.copy_(returns[-1])
-        sums.append(moments.sums(returns.unsqueeze(2), weights))
+        sums.append(moments.sums(returns.unsqueeze(2), mask))
     moments.add(sum_over_shards(sums))
     for rollout in rollouts:
         rollout.rewards.div_(torch.sqrt(moments.var + 1e-8)).clamp_(-10.0, 10.0)
@@ -452,19 +451,18 @@ def make_update(
         ``step(summed)``: takes an optimiser step with the sum of these; returns the Losses, stacked [6].
     """
     device_type = optimizer.params[0].device.type
-    autocast = partial(torch.autocast, device_type, torch.bfloat16, enabled=args.amp == "bf16")
     sizes = [p.numel() for p in optimizer.params]
 
     def make_gradient(batch: Batch) -> Callable:
-        # A minibatch's losses are the mean over all shards, and over the slices that are accumulated.
-        num_slices = args.num_envs // batch.actions.shape[1] * args.gradient_accumulation_steps
+        # A minibatch's losses are the mean over all shards and microbatches.
+        num_terms = args.num_envs // batch.actions.shape[1] * args.gradient_accumulation_steps
 
         def gradient(mb_inds: torch.Tensor) -> torch.Tensor:
-            with autocast():
+            with torch.autocast(device_type, torch.bfloat16, enabled=args.amp == "bf16"):
                 loss, losses = ppo_loss(agent, batch.minibatch(mb_inds), args)
             loss.backward()
             # One vector, which is one message to the other learners.
-            message = torch.cat([*(p.grad.reshape(-1) for p in optimizer.params), torch.stack(losses)]) / num_slices
+            message = torch.cat([*(p.grad.reshape(-1) for p in optimizer.params), torch.stack(losses)]) / num_terms
             optimizer.zero_grad()
             return message
 
@@ -494,9 +492,9 @@ def train_epoch(
         gradients: one for each shard here.
         sum_over_shards: the tensors of the shards here -> the sum over all shards, other learners' included.
     """
-    slices = args.num_minibatches, args.gradient_accumulation_steps
+    shape = args.num_minibatches, args.gradient_accumulation_steps, -1
     losses = []
-    for mb_inds in zip(*(inds.view(*slices, -1) for inds in b_inds), strict=True):
+    for mb_inds in zip(*(inds.view(shape) for inds in b_inds), strict=True):
         messages = [sum_in_order(map(gradient, inds)) for gradient, inds in zip(gradients, mb_inds, strict=True)]
         losses.append(step(sum_over_shards(messages)))
     return torch.stack(losses).mean(0)
@@ -531,7 +529,7 @@ def play(thread: ActorThread, act: Callable, args: Args) -> None:
     obs, _ = thread.envs.reset()
     resets = np.zeros(len(obs), bool)  # where the next step only resets its environment
     for rollout in thread.rollouts():  # with the parameters that are due; delivered after the loop's body
-        noise = action_noise(args.seed, thread.numbers, rollout.steps, thread.action_space, thread.device)
+        noise = action_noise(args.seed, thread.env_indices, rollout.steps, thread.action_space, thread.device)
         for step in range(args.num_steps):
             device_obs = rollout.observe(step, obs)
             for block in thread.blocks:  # all environments at once, or shard by shard
@@ -598,7 +596,7 @@ def main(args: Args) -> None:
         gradients, step = make_update(agent, optimizer, batches, args)
         acts, gradients, step = make_executables(acts, gradients, step, start)
 
-        with worker.warm_up():
+        with worker.warmup():
             for _ in range(WARMUP_CALLS if args.cudagraphs else 1):
                 with one_thread():  # as actor threads have
                     for thread, act in zip(worker.threads, acts, strict=True):
@@ -626,7 +624,7 @@ def main(args: Args) -> None:
                 b_inds = [torch.from_numpy(order).to(device) for order in orders]
                 losses += train_epoch(b_inds, gradients, step, worker.sum_over_shards, args) / args.update_epochs
             if is_continuous:  # only now, so that at policy lag 0 actors and learners normalise a rollout alike
-                sums = [agent.obs_moments.sums(batch.obs[:-1].flatten(2), batch.weights) for batch in batches]
+                sums = [agent.obs_moments.sums(batch.obs[:-1].flatten(2), batch.mask) for batch in batches]
                 agent.obs_moments.add(worker.sum_over_shards(sums))
             worker.publish(Losses(*losses), optimizer_steps=args.update_epochs * args.num_minibatches)
 

@@ -53,7 +53,7 @@ class Args(RunArgs):
     log_every: int = 1_000
     """environment steps between log points"""
     checkpoint_replay: bool = True
-    """save the replay buffer in checkpoints; without it, a resumed run first refills an empty buffer"""
+    """save the replay buffer in checkpoints; without it, a resumed run first collects --learning-starts steps anew"""
 
     learning_rate: float = 2.5e-4
     """learning rate of Adam"""
@@ -123,7 +123,7 @@ def dqn_loss(
 
 
 class Losses(NamedTuple):
-    """What an update logs: it writes into these tensors."""
+    """What an update logs, in tensors that it overwrites."""
 
     td_loss: torch.Tensor  # [1]
     q_values: torch.Tensor  # [1]
@@ -175,13 +175,13 @@ def greedy(q_network: QNetwork, obs: torch.Tensor) -> torch.Tensor:
     return q_network(obs).argmax(1)
 
 
-def act(best: Callable, obs: torch.Tensor | np.ndarray, num_actions: int, epsilon: float) -> np.ndarray:
-    """Epsilon-greedy actions [N] for ``obs`` [N, obs_dim]; calls ``best(obs)`` only if one of them is greedy."""
+def act(best_actions: Callable, obs: torch.Tensor | np.ndarray, num_actions: int, epsilon: float) -> np.ndarray:
+    """Epsilon-greedy actions [N] for ``obs`` [N, obs_dim]; calls ``best_actions`` only if one of them is greedy."""
     coins, choices = np.random.random((2, len(obs)))
     actions = (choices * num_actions).astype(np.int64)
     is_greedy = coins >= epsilon
     if is_greedy.any():
-        actions[is_greedy] = best(obs).cpu().numpy()[is_greedy]
+        actions[is_greedy] = best_actions(obs).cpu().numpy()[is_greedy]
     return actions
 
 
@@ -202,7 +202,7 @@ def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray
 def main(args: Args) -> None:
     validate(args)
     device = resolve_device(args)
-    set_cpu_numerics(args.num_threads, large_products=False)
+    set_cpu_numerics(args.num_threads, large_matmuls=False)
     if args.capture_video:
         require_video(args.env_id)
     envs = make_envs(args.env_id, args.num_envs, args.seed, start=resumed_step(args.resume))

@@ -7,9 +7,9 @@ The same program as dqn.py: read that first, then diff the two to see what was m
     python leanrl/dqn_torchcompile.py --compile --cudagraphs     # on a CUDA device
 
 What differs (measured speed-ups: doc/optimizations.md):
-- transitions wait on the CPU until an update is due; then one copy takes them to the device, and one call
-  stores them, samples and trains. Between updates, an environment step costs only the greedy action, or nothing if
-  the action is random;
+- transitions wait on the CPU until an update is due or they fill a buffer; then one copy takes them to the device,
+  and one call stores them, samples and trains. Between updates, an environment step costs only the greedy action, or
+  nothing if the action is random;
 - the greedy action for one observation is compiled into a few loops, without BLAS calls;
 - torch.compile traces ``loss.backward()`` and the step of our own Adam, so an update is one graph.
 
@@ -61,7 +61,7 @@ class Args(RunArgs):
     log_every: int = 1_000
     """environment steps between log points"""
     checkpoint_replay: bool = True
-    """save the replay buffer in checkpoints; without it, a resumed run first refills an empty buffer"""
+    """save the replay buffer in checkpoints; without it, a resumed run first collects --learning-starts steps anew"""
 
     compile: bool = False
     """compile the greedy action and the training step with torch.compile"""
@@ -138,7 +138,7 @@ def dqn_loss(
 
 
 class Losses(NamedTuple):
-    """What an update logs: it writes into these tensors."""
+    """What an update logs, in tensors that it overwrites."""
 
     td_loss: torch.Tensor  # [1]
     q_values: torch.Tensor  # [1]
@@ -190,13 +190,13 @@ def greedy(q_network: QNetwork, obs: torch.Tensor) -> torch.Tensor:
     return q_network(obs).argmax(1)
 
 
-def act(best: Callable, obs: torch.Tensor | np.ndarray, num_actions: int, epsilon: float) -> np.ndarray:
-    """Epsilon-greedy actions [N] for ``obs`` [N, obs_dim]; calls ``best(obs)`` only if one of them is greedy."""
+def act(best_actions: Callable, obs: torch.Tensor | np.ndarray, num_actions: int, epsilon: float) -> np.ndarray:
+    """Epsilon-greedy actions [N] for ``obs`` [N, obs_dim]; calls ``best_actions`` only if one of them is greedy."""
     coins, choices = np.random.random((2, len(obs)))
     actions = (choices * num_actions).astype(np.int64)
     is_greedy = coins >= epsilon
     if is_greedy.any():
-        actions[is_greedy] = best(obs).cpu().numpy()[is_greedy]
+        actions[is_greedy] = best_actions(obs).cpu().numpy()[is_greedy]
     return actions
 
 
@@ -262,7 +262,7 @@ def make_executables(q_network: QNetwork, replay: Replay, staging: Staging, upda
     """The functions of the loop, compiled and captured as the flags say.
 
     Returns:
-        ``best(obs)``: an array [N, obs_dim] -> the greedy actions [N];
+        ``best_actions(obs)``: an array [N, obs_dim] -> the greedy actions [N];
         ``learn(rows)``: writes the staged rows to the replay and does one update;
         ``update()``: does one more.
     """
@@ -275,12 +275,12 @@ def make_executables(q_network: QNetwork, replay: Replay, staging: Staging, upda
         update()
 
     executable = partial(make_executable, device=device, compile=args.compile, cudagraphs=args.cudagraphs)
-    just_best = executable(partial(greedy, network))
+    just_best_actions = executable(partial(greedy, network))
 
-    def best(obs: np.ndarray) -> torch.Tensor:
-        return just_best(torch.from_numpy(np.asarray(obs, np.float32)).to(device))
+    def best_actions(obs: np.ndarray) -> torch.Tensor:
+        return just_best_actions(torch.from_numpy(np.asarray(obs, np.float32)).to(device))
 
-    return best, executable(learn), executable(update)
+    return best_actions, executable(learn), executable(update)
 
 
 # -------------------------------------------------------------------------------------------------------------- MAIN
@@ -289,7 +289,7 @@ def make_executables(q_network: QNetwork, replay: Replay, staging: Staging, upda
 def main(args: Args) -> None:
     validate(args)
     device = resolve_device(args)
-    set_cpu_numerics(args.num_threads, large_products=False)
+    set_cpu_numerics(args.num_threads, large_matmuls=False)
     if args.capture_video:
         require_video(args.env_id, args.env_backend)
     envs = make_envs(args.env_id, args.num_envs, args.seed, args.env_backend, start=resumed_step(args.resume))
@@ -305,7 +305,7 @@ def main(args: Args) -> None:
     capacity = min(math.ceil(1 / (args.num_envs * args.updates_per_step)), max(1, args.buffer_size // args.num_envs))
     staging = Staging(capacity, args.num_envs, obs_dim, device)
     just_update, losses = make_update(q_network, target_network, optimizer, replay, args)
-    best, learn, update = make_executables(q_network, replay, staging, just_update, args)
+    best_actions, learn, update = make_executables(q_network, replay, staging, just_update, args)
     episodes = EpisodeStatistics(args.num_envs)
     state = OffPolicyState(
         args,
@@ -333,7 +333,7 @@ def main(args: Args) -> None:
         with run.warmup(), untouched(state.tensors(), device):
             replay.size.clamp_(min=1)  # there must be a transition to sample
             for _ in range(WARMUP_CALLS if args.cudagraphs else 1):
-                best(np.zeros((args.num_envs, obs_dim)))
+                best_actions(np.zeros((args.num_envs, obs_dim)))
                 learn(staging.take())
                 if args.num_envs * args.updates_per_step > 1:
                     update()
@@ -344,7 +344,7 @@ def main(args: Args) -> None:
         run.start_clock()
         while run.global_step < run.total_steps and not run.stop_requested:
             epsilon = linear_schedule(args, run.global_step)
-            actions = act(best, obs, num_actions, epsilon)
+            actions = act(best_actions, obs, num_actions, epsilon)
             next_obs, rewards, terminations, truncations, _ = envs.step(actions)
             dones = terminations | truncations
             run.global_step += args.num_envs

@@ -2,12 +2,13 @@
 
 Paper: https://arxiv.org/abs/2512.01996, "Learning Sim-to-Real Humanoid Locomotion in 15 Minutes". Structure and names
 are those of sac_continuous_action.py. What FastSAC adds:
-- critics that predict the distribution of the return (C51, https://arxiv.org/abs/1707.06887), and their mean instead of
-  SAC's minimum;
+- critics that predict the distribution of the return (C51, https://arxiv.org/abs/1707.06887); where SAC takes the
+  lower of both critics, their mean;
 - layer norm in all networks, and observations normalised by running moments;
 - an entropy coefficient that is trained at every critic update.
 Unlike in the paper's code, both critics share one target, as in SAC; the networks have two hidden layers and ReLU, and
-no heads that start at zero; Adam has beta2 0.999 and no weight decay; alpha starts at SAC's 1. The defaults suit a CPU.
+the actor's last layer does not start at zero; Adam has beta2 0.999 and no weight decay; alpha starts at SAC's 1. The
+defaults suit a CPU.
 fast_sac_torchcompile.py is the same program, made fast.
 
     python leanrl/fast_sac.py --env-id HalfCheetah-v5
@@ -58,7 +59,7 @@ class Args(RunArgs):
     log_every: int = 1_000
     """environment steps between log points"""
     checkpoint_replay: bool = True
-    """save the replay buffer in checkpoints; without it, a resumed run first refills an empty buffer"""
+    """save the replay buffer in checkpoints; without it, a resumed run first collects --learning-starts steps anew"""
 
     policy_lr: float = 1e-3
     """learning rate of the actor's Adam"""
@@ -239,7 +240,7 @@ def alpha_loss(log_alpha: torch.Tensor, log_pi: torch.Tensor, target_entropy: fl
 
 
 class Losses(NamedTuple):
-    """What an update logs: it writes into these tensors."""
+    """What an update logs, in tensors that it overwrites."""
 
     qf_values: torch.Tensor  # [2], one per critic
     qf_loss: torch.Tensor  # [2]
@@ -319,11 +320,6 @@ def make_update(
 # ------------------------------------------------------------------------------------------------------------ ACTING
 
 
-def random_actions(actor: Actor, num_envs: int) -> torch.Tensor:
-    """Uniform within the bounds, [num_envs, action_dim]."""
-    return actor.low + (actor.high - actor.low) * torch.rand(num_envs, len(actor.low), device=actor.low.device)
-
-
 @torch.no_grad()
 def act(actor: Actor, obs_moments: RunningMoments, obs: torch.Tensor) -> torch.Tensor:
     """Actions sampled from the policy: [N, obs_dim] -> [N, action_dim]"""
@@ -400,7 +396,7 @@ def main(args: Args) -> None:
         run.start_clock()
         while run.global_step < run.total_steps and not run.stop_requested:
             if run.global_step < args.learning_starts:
-                actions = random_actions(actor, args.num_envs)
+                actions = actor.low + (actor.high - actor.low) * torch.rand(args.num_envs, action_dim, device=device)
             else:
                 actions = act(actor, obs_moments, obs)
             next_obs, rewards, terminations, truncations, _ = envs.step(actions.cpu().numpy())
@@ -411,7 +407,7 @@ def main(args: Args) -> None:
             next_obs = torch.as_tensor(next_obs, dtype=torch.float32, device=device)
             outcome = (torch.as_tensor(x, dtype=torch.float32, device=device) for x in (rewards, terminations, resets))
             replay.add(obs, next_obs, actions, *outcome)
-            obs_moments.update(next_obs.double())
+            obs_moments.update(next_obs)
             obs, resets = next_obs, dones
 
             due = schedule.due(run.global_step)

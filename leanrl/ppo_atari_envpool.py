@@ -117,7 +117,7 @@ class Agent(nn.Module):
 
     def __init__(self, num_actions: int, channels: int = 32, norm_obs: bool = False) -> None:
         super().__init__()
-        # One per pixel, in the memory order of channels_last images.
+        # Per pixel, in the memory order of channels_last images.
         self.obs_moments = RunningMoments((84 * 84 * 4,)) if norm_obs else None
         if norm_obs:  # kept in float32, so that no minibatch takes float64 square roots
             self.register_buffer("obs_mean", torch.zeros(84, 84, 4))
@@ -145,7 +145,7 @@ class Agent(nn.Module):
 
     def observe(self, obs: torch.Tensor) -> None:
         """Adds frames uint8 [B, 4, 84, 84] to the moments."""
-        self.obs_moments.update(obs.movedim(1, -1).flatten(1).double())
+        self.obs_moments.update(obs.movedim(1, -1).flatten(1))
         self.obs_mean.copy_(self.obs_moments.mean.view_as(self.obs_mean))
         self.obs_rstd.copy_((self.obs_moments.var + 1e-8).rsqrt().view_as(self.obs_rstd))
 
@@ -169,13 +169,13 @@ class Minibatch(NamedTuple):
     advantages: torch.Tensor
     returns: torch.Tensor
     values: torch.Tensor
-    weights: torch.Tensor  # 0 where a step only reset its environment, else 1
+    mask: torch.Tensor  # 0 where a step only reset its environment, else 1
 
 
 class Rollout(Minibatch):
     """T steps of N environments and the observation after them, in preallocated tensors, each [T + 1, N, ...].
 
-    Advantages, returns and weights have no meaningful last row.
+    Only observations and values have a meaningful last row.
     """
 
     @classmethod
@@ -233,7 +233,7 @@ def finish_rollout(
     resets: torch.Tensor,
     args: Args,
 ) -> None:
-    """Fills the rollout's advantages, returns and weights.
+    """Fills in the rollout's advantages, returns and mask.
 
     Args:
         rewards, terminations, dones, resets: [T, N]; flags as floats. ``resets`` marks steps that only reset.
@@ -241,12 +241,12 @@ def finish_rollout(
     advantages = compute_gae(rewards, rollout.values, terminations, dones, args.gamma, args.gae_lambda)
     rollout.advantages[:-1] = advantages
     rollout.returns[:-1] = advantages + rollout.values[:-1]
-    rollout.weights[:-1] = 1.0 - resets
+    rollout.mask[:-1] = 1.0 - resets
 
 
-def weighted_mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Mean of ``x`` [B] over the rows with ``weights`` [B] of 1."""
-    return (x * weights).sum() / weights.sum().clamp(min=1.0)
+def masked_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Mean of ``x`` [B] over the rows where ``mask`` [B] is 1."""
+    return (x * mask).sum() / mask.sum().clamp(min=1.0)
 
 
 class Losses(NamedTuple):
@@ -262,33 +262,33 @@ class Losses(NamedTuple):
 
 def ppo_loss(agent: Agent, minibatch: Minibatch, args: Args) -> tuple[torch.Tensor, Losses]:
     """PPO's clipped loss over one minibatch, and what is logged (detached)."""
-    obs, actions, logprobs, advantages, returns, values, weights = minibatch
+    obs, actions, logprobs, advantages, returns, values, mask = minibatch
     probs, newvalue = agent(obs)
     logratio = probs.log_prob(actions) - logprobs
     ratio = logratio.exp()
 
     # approx_kl: http://joschu.net/blog/kl-approx.html
-    old_approx_kl = weighted_mean(-logratio, weights)
-    approx_kl = weighted_mean((ratio - 1) - logratio, weights)
-    clipfrac = weighted_mean(((ratio - 1.0).abs() > args.clip_coef).float(), weights)
+    old_approx_kl = masked_mean(-logratio, mask)
+    approx_kl = masked_mean((ratio - 1) - logratio, mask)
+    clipfrac = masked_mean(((ratio - 1.0).abs() > args.clip_coef).float(), mask)
 
     if args.norm_adv:
-        mean = weighted_mean(advantages, weights)
+        mean = masked_mean(advantages, mask)
         # Unbiased, as torch.std is.
-        variance = (weights * (advantages - mean) ** 2).sum() / (weights.sum() - 1).clamp(min=1.0)
+        variance = (mask * (advantages - mean) ** 2).sum() / (mask.sum() - 1).clamp(min=1.0)
         advantages = (advantages - mean) / (variance.sqrt() + 1e-8)
 
     pg_loss1 = -advantages * ratio
     pg_loss2 = -advantages * torch.clamp(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
-    pg_loss = weighted_mean(torch.max(pg_loss1, pg_loss2), weights)
+    pg_loss = masked_mean(torch.max(pg_loss1, pg_loss2), mask)
 
     v_loss = (newvalue - returns) ** 2
     if args.clip_vloss:
         v_clipped = values + torch.clamp(newvalue - values, -args.clip_coef, args.clip_coef)
         v_loss = torch.max(v_loss, (v_clipped - returns) ** 2)
-    v_loss = 0.5 * weighted_mean(v_loss, weights)
+    v_loss = 0.5 * masked_mean(v_loss, mask)
 
-    entropy = weighted_mean(probs.entropy(), weights)
+    entropy = masked_mean(probs.entropy(), mask)
     loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
     losses = pg_loss, v_loss, entropy, old_approx_kl, approx_kl, clipfrac
     return loss, Losses(*(x.detach() for x in losses))
@@ -425,7 +425,7 @@ def main(args: Args) -> None:
             if iteration == first_iteration < num_iterations:  # the first update initialises the CUDA libraries
                 run.start_clock()
 
-            live = rollout.weights[:-1] > 0
+            live = rollout.mask[:-1] > 0
             y_true, y_pred = rollout.returns[:-1][live], rollout.values[:-1][live]
             explained_variance = 1 - (y_true - y_pred).var() / y_true.var()
             losses = {f"losses/{name}": value for name, value in Losses(*losses.tolist())._asdict().items()}

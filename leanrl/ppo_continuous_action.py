@@ -13,7 +13,7 @@ Measured speed and learning curves: doc/benchmarks/ppo_continuous_action.md
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -147,13 +147,13 @@ class Minibatch(NamedTuple):
     advantages: torch.Tensor
     returns: torch.Tensor
     values: torch.Tensor
-    weights: torch.Tensor  # 0 where a step only reset its environment, else 1
+    mask: torch.Tensor  # 0 where a step only reset its environment, else 1
 
 
 class Rollout(Minibatch):
     """T steps of N environments and the observation after them, in preallocated tensors, each [T + 1, N, ...].
 
-    Only observations and values have a meaningful last row; that of the weights stays 0.
+    Only observations and values have a meaningful last row; the mask's stays 0.
     """
 
     @classmethod
@@ -196,9 +196,9 @@ def compute_gae(
     return linear_recurrence(deltas.flip(0), decays.flip(0)).flip(0)
 
 
-def weighted_mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Mean of ``x`` [B] over the rows with ``weights`` [B] of 1."""
-    return (x * weights).sum() / weights.sum().clamp(min=1.0)
+def masked_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Mean of ``x`` [B] over the rows where ``mask`` [B] is 1."""
+    return (x * mask).sum() / mask.sum().clamp(min=1.0)
 
 
 class Losses(NamedTuple):
@@ -214,33 +214,33 @@ class Losses(NamedTuple):
 
 def ppo_loss(agent: Agent, minibatch: Minibatch, args: Args) -> tuple[torch.Tensor, Losses]:
     """PPO's clipped loss over one minibatch, and what is logged (detached)."""
-    obs, actions, logprobs, advantages, returns, values, weights = minibatch
+    obs, actions, logprobs, advantages, returns, values, mask = minibatch
     probs, newvalue = agent.get_policy(obs), agent.get_value(obs)
     logratio = probs.log_prob(actions).sum(1) - logprobs
     ratio = logratio.exp()
 
     # approx_kl: http://joschu.net/blog/kl-approx.html
-    old_approx_kl = weighted_mean(-logratio, weights)
-    approx_kl = weighted_mean((ratio - 1) - logratio, weights)
-    clipfrac = weighted_mean(((ratio - 1.0).abs() > args.clip_coef).float(), weights)
+    old_approx_kl = masked_mean(-logratio, mask)
+    approx_kl = masked_mean((ratio - 1) - logratio, mask)
+    clipfrac = masked_mean(((ratio - 1.0).abs() > args.clip_coef).float(), mask)
 
     if args.norm_adv:
-        mean = weighted_mean(advantages, weights)
+        mean = masked_mean(advantages, mask)
         # Unbiased, as torch.std is.
-        variance = (weights * (advantages - mean) ** 2).sum() / (weights.sum() - 1).clamp(min=1.0)
+        variance = (mask * (advantages - mean) ** 2).sum() / (mask.sum() - 1).clamp(min=1.0)
         advantages = (advantages - mean) / (variance.sqrt() + 1e-8)
 
     pg_loss1 = -advantages * ratio
     pg_loss2 = -advantages * torch.clamp(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
-    pg_loss = weighted_mean(torch.max(pg_loss1, pg_loss2), weights)
+    pg_loss = masked_mean(torch.max(pg_loss1, pg_loss2), mask)
 
     v_loss = (newvalue - returns) ** 2
     if args.clip_vloss:
         v_clipped = values + torch.clamp(newvalue - values, -args.clip_coef, args.clip_coef)
         v_loss = torch.max(v_loss, (v_clipped - returns) ** 2)
-    v_loss = 0.5 * weighted_mean(v_loss, weights)
+    v_loss = 0.5 * masked_mean(v_loss, mask)
 
-    entropy = weighted_mean(probs.entropy().sum(1), weights)
+    entropy = masked_mean(probs.entropy().sum(1), mask)
     loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
     losses = pg_loss, v_loss, entropy, old_approx_kl, approx_kl, clipfrac
     return loss, Losses(*(x.detach() for x in losses))
@@ -269,23 +269,21 @@ def make_update(agent: Agent, optimizer: torch.optim.Adam, rollout: Rollout, arg
 # ------------------------------------------------------------------------------------------------------------ ACTING
 
 
-def wrap_envs(envs: gym.vector.VectorEnv, gamma: float) -> gym.vector.VectorEnv:
-    """CleanRL's wrappers: episode statistics, clipped actions, normalised and clipped observations and rewards."""
+def wrap_envs(envs: gym.vector.VectorEnv, gamma: float) -> tuple[gym.vector.VectorEnv, Any, Any]:
+    """CleanRL's wrappers: episode statistics, clipped actions, normalised and clipped observations and rewards.
+
+    Returns:
+        the wrapped environments, and Gymnasium's RunningMeanStd of observations and of discounted returns.
+    """
     envs = gym.wrappers.vector.RecordEpisodeStatistics(envs)
     envs = gym.wrappers.vector.ClipAction(envs)
     # Otherwise float32 observations would have float32 moments.
     envs = gym.wrappers.vector.TransformObservation(envs, lambda obs: obs.astype(np.float64))
-    envs = gym.wrappers.vector.NormalizeObservation(envs)
+    envs = obs_normalizer = gym.wrappers.vector.NormalizeObservation(envs)
     envs = gym.wrappers.vector.TransformObservation(envs, lambda obs: np.clip(obs, -10, 10))
-    envs = gym.wrappers.vector.NormalizeReward(envs, gamma=gamma)
-    return gym.wrappers.vector.TransformReward(envs, lambda reward: np.clip(reward, -10, 10))
-
-
-def find_wrapper(envs: gym.vector.VectorEnv, wrapper: type) -> gym.vector.VectorWrapper:
-    """The wrapper of that type in the stack ``envs``."""
-    while not isinstance(envs, wrapper):
-        envs = envs.env
-    return envs
+    envs = reward_normalizer = gym.wrappers.vector.NormalizeReward(envs, gamma=gamma)
+    envs = gym.wrappers.vector.TransformReward(envs, lambda reward: np.clip(reward, -10, 10))
+    return envs, obs_normalizer.obs_rms, reward_normalizer.return_rms
 
 
 def rms_state(rms) -> dict[str, torch.Tensor]:
@@ -322,7 +320,7 @@ def main(args: Args) -> None:
     batch_size = args.num_envs * args.num_steps
     minibatch_size = batch_size // args.num_minibatches
     num_iterations = args.total_timesteps // batch_size
-    set_cpu_numerics(update_threads(args.num_threads, minibatch_size), large_products=False)
+    set_cpu_numerics(update_threads(args.num_threads, minibatch_size), large_matmuls=False)
     if args.capture_video:
         require_video(args.env_id)
     envs = make_envs(args.env_id, args.num_envs, args.seed, start=resumed_step(args.resume))
@@ -330,9 +328,7 @@ def main(args: Args) -> None:
     obs_dim, action_dim = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
 
     seed_everything(args.seed)
-    envs = wrap_envs(envs, args.gamma)
-    obs_normalizer = find_wrapper(envs, gym.wrappers.vector.NormalizeObservation)
-    reward_normalizer = find_wrapper(envs, gym.wrappers.vector.NormalizeReward)
+    envs, obs_rms, return_rms = wrap_envs(envs, args.gamma)
     agent = Agent(obs_dim, action_dim).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
     rollout = Rollout.allocate(args.num_steps, args.num_envs, obs_dim, action_dim, device)
@@ -342,22 +338,22 @@ def main(args: Args) -> None:
         return {
             "agent": agent.state_dict(),
             "optimizer": optimizer.state_dict(),
-            "obs_rms": rms_state(obs_normalizer.obs_rms),
-            "return_rms": rms_state(reward_normalizer.return_rms),
+            "obs_rms": rms_state(obs_rms),
+            "return_rms": rms_state(return_rms),
         }
 
     with Run(args, __file__, device, total_steps=num_iterations * batch_size) as run:
-        run.model = lambda: {"agent": agent.state_dict(), "obs_rms": rms_state(obs_normalizer.obs_rms)}
+        run.model = lambda: {"agent": agent.state_dict(), "obs_rms": rms_state(obs_rms)}
         if run.resumed is not None:
             agent.load_state_dict(run.resumed["agent"])
             optimizer.load_state_dict(run.resumed["optimizer"])
-            load_rms_state(obs_normalizer.obs_rms, run.resumed["obs_rms"])
-            load_rms_state(reward_normalizer.return_rms, run.resumed["return_rms"])
+            load_rms_state(obs_rms, run.resumed["obs_rms"])
+            load_rms_state(return_rms, run.resumed["return_rms"])
 
         rewards, terminations, dones = torch.zeros((3, args.num_steps, args.num_envs), device=device)
         next_obs = torch.as_tensor(envs.reset()[0], device=device)
-        # 1 where the next step only resets its environment (NEXT_STEP autoreset).
-        next_reset = torch.zeros(args.num_envs, device=device)
+        # resets: 1 where an environment's next step only resets it (NEXT_STEP autoreset).
+        resets = torch.zeros(args.num_envs, device=device)
         run.restore_rng()
         run.start_clock()
         first_iteration = run.global_step // batch_size + 1
@@ -370,7 +366,7 @@ def main(args: Args) -> None:
 
             for step in range(args.num_steps):
                 rollout.obs[step] = next_obs
-                rollout.weights[step] = 1.0 - next_reset
+                rollout.mask[step] = 1.0 - resets
                 with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=args.amp == "bf16"):
                     probs = agent.get_policy(next_obs)
                     action = probs.sample()
@@ -383,7 +379,7 @@ def main(args: Args) -> None:
                 next_obs = torch.as_tensor(next_obs, device=device)
                 rewards[step] = torch.as_tensor(reward, device=device)
                 terminations[step] = torch.as_tensor(terminated, device=device)
-                dones[step] = next_reset = torch.as_tensor(terminated | truncated, dtype=torch.float32, device=device)
+                dones[step] = resets = torch.as_tensor(terminated | truncated, dtype=torch.float32, device=device)
                 if "episode" in infos:
                     ended = infos["_episode"]
                     run.record_episodes(infos["episode"]["r"][ended], infos["episode"]["l"][ended])
@@ -407,7 +403,7 @@ def main(args: Args) -> None:
             if iteration == first_iteration < num_iterations:  # the first update initialises the CUDA libraries
                 run.start_clock()
 
-            live = rollout.weights > 0
+            live = rollout.mask > 0
             y_true, y_pred = rollout.returns[live], rollout.values[live]
             explained_variance = 1 - (y_true - y_pred).var() / y_true.var()
             losses = {f"losses/{name}": value for name, value in Losses(*losses.tolist())._asdict().items()}

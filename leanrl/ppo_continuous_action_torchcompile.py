@@ -162,13 +162,13 @@ class Minibatch(NamedTuple):
     advantages: torch.Tensor
     returns: torch.Tensor
     values: torch.Tensor
-    weights: torch.Tensor  # 0 where a step only reset its environment, else 1
+    mask: torch.Tensor  # 0 where a step only reset its environment, else 1
 
 
 class Rollout(Minibatch):
     """T steps of N environments and the observation after them, in preallocated tensors, each [T + 1, N, ...].
 
-    Only observations and values have a meaningful last row; that of the weights stays 0.
+    Only observations and values have a meaningful last row; the mask's stays 0.
     """
 
     @classmethod
@@ -211,9 +211,9 @@ def compute_gae(
     return linear_recurrence(deltas.flip(0), decays.flip(0)).flip(0)
 
 
-def weighted_mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Mean of ``x`` [B] over the rows with ``weights`` [B] of 1."""
-    return (x * weights).sum() / weights.sum().clamp(min=1.0)
+def masked_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Mean of ``x`` [B] over the rows where ``mask`` [B] is 1."""
+    return (x * mask).sum() / mask.sum().clamp(min=1.0)
 
 
 class Losses(NamedTuple):
@@ -229,33 +229,33 @@ class Losses(NamedTuple):
 
 def ppo_loss(agent: Agent, minibatch: Minibatch, args: Args) -> tuple[torch.Tensor, Losses]:
     """PPO's clipped loss over one minibatch, and what is logged (detached)."""
-    obs, actions, logprobs, advantages, returns, values, weights = minibatch
+    obs, actions, logprobs, advantages, returns, values, mask = minibatch
     probs, newvalue = agent.get_policy(obs), agent.get_value(obs)
     logratio = probs.log_prob(actions).sum(1) - logprobs
     ratio = logratio.exp()
 
     # approx_kl: http://joschu.net/blog/kl-approx.html
-    old_approx_kl = weighted_mean(-logratio, weights)
-    approx_kl = weighted_mean((ratio - 1) - logratio, weights)
-    clipfrac = weighted_mean(((ratio - 1.0).abs() > args.clip_coef).float(), weights)
+    old_approx_kl = masked_mean(-logratio, mask)
+    approx_kl = masked_mean((ratio - 1) - logratio, mask)
+    clipfrac = masked_mean(((ratio - 1.0).abs() > args.clip_coef).float(), mask)
 
     if args.norm_adv:
-        mean = weighted_mean(advantages, weights)
+        mean = masked_mean(advantages, mask)
         # Unbiased, as torch.std is.
-        variance = (weights * (advantages - mean) ** 2).sum() / (weights.sum() - 1).clamp(min=1.0)
+        variance = (mask * (advantages - mean) ** 2).sum() / (mask.sum() - 1).clamp(min=1.0)
         advantages = (advantages - mean) / (variance.sqrt() + 1e-8)
 
     pg_loss1 = -advantages * ratio
     pg_loss2 = -advantages * torch.clamp(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
-    pg_loss = weighted_mean(torch.max(pg_loss1, pg_loss2), weights)
+    pg_loss = masked_mean(torch.max(pg_loss1, pg_loss2), mask)
 
     v_loss = (newvalue - returns) ** 2
     if args.clip_vloss:
         v_clipped = values + torch.clamp(newvalue - values, -args.clip_coef, args.clip_coef)
         v_loss = torch.max(v_loss, (v_clipped - returns) ** 2)
-    v_loss = 0.5 * weighted_mean(v_loss, weights)
+    v_loss = 0.5 * masked_mean(v_loss, mask)
 
-    entropy = weighted_mean(probs.entropy().sum(1), weights)
+    entropy = masked_mean(probs.entropy().sum(1), mask)
     loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
     losses = pg_loss, v_loss, entropy, old_approx_kl, approx_kl, clipfrac
     return loss, Losses(*(x.detach() for x in losses))
@@ -347,12 +347,12 @@ def finish_rollout(
     Args:
         rewards, terminations, dones, resets: [T, N]; raw rewards, and flags as floats.
     """
-    rollout.weights[:-1] = 1.0 - resets
+    rollout.mask[:-1] = 1.0 - resets
     # As in the update, whose first ratios are therefore 1.
     with torch.autocast(rewards.device.type, torch.bfloat16, enabled=args.amp == "bf16"):
         rollout.logprobs.copy_(agent.get_policy(rollout.obs).log_prob(rollout.actions).sum(-1))
         rollout.values.copy_(agent.get_value(rollout.obs))
-    rewards = normalize_rewards(rewards, terminations, rollout.weights[:-1])
+    rewards = normalize_rewards(rewards, terminations, rollout.mask[:-1])
     advantages = compute_gae(rewards, rollout.values, terminations, dones, args.gamma, args.gae_lambda)
     rollout.advantages[:-1] = advantages
     rollout.returns[:-1] = advantages + rollout.values[:-1]
@@ -392,7 +392,7 @@ def main(args: Args) -> None:
     minibatch_size = batch_size // args.num_minibatches
     num_iterations = args.total_timesteps // batch_size
     num_threads = update_threads(args.num_threads, minibatch_size)
-    set_cpu_numerics(num_threads, large_products=False)
+    set_cpu_numerics(num_threads, large_matmuls=False)
     if args.capture_video:
         require_video(args.env_id, args.env_backend)
     envs = make_envs(args.env_id, args.num_envs, args.seed, args.env_backend, start=resumed_step(args.resume))
@@ -491,7 +491,7 @@ def main(args: Args) -> None:
                 if args.target_kl is not None and Losses(*losses).approx_kl > args.target_kl:
                     break
 
-            live = rollout.weights > 0
+            live = rollout.mask > 0
             y_true, y_pred = rollout.returns[live], rollout.values[live]
             explained_variance = 1 - (y_true - y_pred).var() / y_true.var()
             losses = {f"losses/{name}": value for name, value in Losses(*losses.tolist())._asdict().items()}

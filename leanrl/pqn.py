@@ -2,10 +2,10 @@
 
 Paper: https://arxiv.org/abs/2407.04811. Q(lambda) on rollouts of several environments, with layer norm instead of a
 replay buffer and target network. Algorithm, names, hyperparameters and structure follow CleanRL's
-https://docs.cleanrl.dev/rl-algorithms/pqn/#pqnpy; what differs: returns stop at the ends of episodes, truncated ones
-are bootstrapped from their final observation, steps that only reset an environment are left out of the loss, epsilon
-decays once per rollout, and the optimiser is Adam (eps 1e-5), not RAdam. pqn_torchcompile.py is the same program,
-made fast.
+https://docs.cleanrl.dev/rl-algorithms/pqn/#pqnpy; what differs: returns end with their episode, truncated
+episodes are bootstrapped from their final observation, steps that only reset an environment are left out of the
+loss, epsilon decays once per rollout, and the optimiser is Adam (eps 1e-5), not RAdam. pqn_torchcompile.py is the same
+program, made fast.
 
     python leanrl/pqn.py --env-id CartPole-v1
     python leanrl/pqn.py --env-id Acrobot-v1 --seed 2 --save-model --capture-video
@@ -123,7 +123,7 @@ class Minibatch(NamedTuple):
     obs: torch.Tensor
     actions: torch.Tensor
     returns: torch.Tensor
-    weights: torch.Tensor  # 0 where a step only reset its environment, else 1
+    mask: torch.Tensor  # 0 where a step only reset its environment, else 1
 
 
 class Rollout(Minibatch):
@@ -189,19 +189,19 @@ def finish_rollout(
     resets: torch.Tensor,
     args: Args,
 ) -> None:
-    """Fills in returns and weights.
+    """Fills in the rollout's returns and mask.
 
     Args:
         rewards, terminations, dones, resets: [T, N]; flags as floats. ``resets`` marks steps that only reset.
     """
     values = q_network(rollout.obs).amax(-1)
     rollout.returns[:-1] = lambda_returns(rewards, values, terminations, dones, args.gamma, args.q_lambda)
-    rollout.weights[:-1] = 1.0 - resets
+    rollout.mask[:-1] = 1.0 - resets
 
 
-def weighted_mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Mean of ``x`` [B] over the rows with ``weights`` [B] of 1."""
-    return (x * weights).sum() / weights.sum().clamp(min=1.0)
+def masked_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Mean of ``x`` [B] over the rows where ``mask`` [B] is 1."""
+    return (x * mask).sum() / mask.sum().clamp(min=1.0)
 
 
 class Losses(NamedTuple):
@@ -213,10 +213,10 @@ class Losses(NamedTuple):
 
 def pqn_loss(q_network: QNetwork, minibatch: Minibatch) -> tuple[torch.Tensor, Losses]:
     """Mean squared error over one minibatch, and what is logged (detached)."""
-    obs, actions, returns, weights = minibatch
+    obs, actions, returns, mask = minibatch
     old_val = q_network(obs).gather(1, actions.unsqueeze(1)).squeeze(1)
-    loss = weighted_mean((old_val - returns) ** 2, weights)
-    return loss, Losses(loss.detach(), weighted_mean(old_val.detach(), weights))
+    loss = masked_mean((old_val - returns) ** 2, mask)
+    return loss, Losses(loss.detach(), masked_mean(old_val.detach(), mask))
 
 
 def linear_schedule(args: Args, global_step: int) -> float:
@@ -274,7 +274,7 @@ def main(args: Args) -> None:
     batch_size = args.num_envs * args.num_steps
     minibatch_size = batch_size // args.num_minibatches
     num_iterations = args.total_timesteps // batch_size
-    set_cpu_numerics(update_threads(args.num_threads, minibatch_size), large_products=False)
+    set_cpu_numerics(update_threads(args.num_threads, minibatch_size), large_matmuls=False)
     if args.capture_video:
         require_video(args.env_id)
     envs = make_envs(args.env_id, args.num_envs, args.seed, start=resumed_step(args.resume))

@@ -2,7 +2,7 @@
 
 Paper: https://arxiv.org/abs/2407.04811. pqn.py's algorithm in ppo_atari_envpool.py's loop. Algorithm, names,
 hyperparameters and structure follow CleanRL's https://docs.cleanrl.dev/rl-algorithms/pqn/#pqn_atari_envpoolpy; what
-differs: returns stop at the ends of episodes, truncated games are bootstrapped from their final observation, steps
+differs: returns end with their episode, truncated games are bootstrapped from their final observation, steps
 that only reset an environment are left out of the loss, epsilon decays once per rollout, and the optimiser is Adam
 (eps 1e-5), not RAdam.
 pqn_atari_envpool_torchcompile.py is the same program, made fast.
@@ -137,13 +137,13 @@ class Minibatch(NamedTuple):
     actions: torch.Tensor
     values: torch.Tensor  # of the best actions; used for the returns only
     returns: torch.Tensor
-    weights: torch.Tensor  # 0 where a step only reset its environment, else 1
+    mask: torch.Tensor  # 0 where a step only reset its environment, else 1
 
 
 class Rollout(Minibatch):
     """T steps of N environments and the observation after them, in preallocated tensors, each [T + 1, N, ...].
 
-    Actions, returns and weights have no meaningful last row.
+    Only observations and values have a meaningful last row.
     """
 
     @classmethod
@@ -204,18 +204,18 @@ def finish_rollout(
     resets: torch.Tensor,
     args: Args,
 ) -> None:
-    """Fills in returns and weights.
+    """Fills in the rollout's returns and mask.
 
     Args:
         rewards, terminations, dones, resets: [T, N]; flags as floats. ``resets`` marks steps that only reset.
     """
     rollout.returns[:-1] = lambda_returns(rewards, rollout.values, terminations, dones, args.gamma, args.q_lambda)
-    rollout.weights[:-1] = 1.0 - resets
+    rollout.mask[:-1] = 1.0 - resets
 
 
-def weighted_mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Mean of ``x`` [B] over the rows with ``weights`` [B] of 1."""
-    return (x * weights).sum() / weights.sum().clamp(min=1.0)
+def masked_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Mean of ``x`` [B] over the rows where ``mask`` [B] is 1."""
+    return (x * mask).sum() / mask.sum().clamp(min=1.0)
 
 
 class Losses(NamedTuple):
@@ -227,10 +227,10 @@ class Losses(NamedTuple):
 
 def pqn_loss(q_network: QNetwork, minibatch: Minibatch) -> tuple[torch.Tensor, Losses]:
     """Mean squared error over one minibatch, and what is logged (detached)."""
-    obs, actions, _, returns, weights = minibatch
+    obs, actions, _, returns, mask = minibatch
     old_val = q_network(obs).gather(1, actions.unsqueeze(1)).squeeze(1)
-    loss = weighted_mean((old_val - returns) ** 2, weights)
-    return loss, Losses(loss.detach(), weighted_mean(old_val.detach(), weights))
+    loss = masked_mean((old_val - returns) ** 2, mask)
+    return loss, Losses(loss.detach(), masked_mean(old_val.detach(), mask))
 
 
 def linear_schedule(args: Args, global_step: int) -> float:

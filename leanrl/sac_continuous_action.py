@@ -53,7 +53,7 @@ class Args(RunArgs):
     log_every: int = 1_000
     """environment steps between log points"""
     checkpoint_replay: bool = True
-    """save the replay buffer in checkpoints; without it, a resumed run first refills an empty buffer"""
+    """save the replay buffer in checkpoints; without it, a resumed run first collects --learning-starts steps anew"""
 
     policy_lr: float = 3e-4
     """learning rate of the actor's Adam"""
@@ -189,7 +189,7 @@ def alpha_loss(log_alpha: torch.Tensor, log_pi: torch.Tensor, target_entropy: fl
 
 
 class Losses(NamedTuple):
-    """What an update logs: it writes into these tensors."""
+    """What an update logs, in tensors that it overwrites."""
 
     qf_values: torch.Tensor  # [2], one per critic
     qf_loss: torch.Tensor  # [2]
@@ -199,23 +199,6 @@ class Losses(NamedTuple):
 
 
 # ------------------------------------------------------------------------------------------------------------ UPDATE
-
-
-class Noise(NamedTuple):
-    """Standard normal numbers for all actions that an update samples.
-
-    Drawn all at once: PyTorch before 2.13 may reorder the draws of a compiled update (pytorch/pytorch#181136).
-    """
-
-    target: torch.Tensor  # [B, action_dim]
-    actor: torch.Tensor  # [steps, B, action_dim], as is alpha
-    alpha: torch.Tensor
-
-    @classmethod
-    def draw(cls, actions: torch.Tensor, actor_steps: int) -> "Noise":
-        """For a batch with ``actions`` [B, action_dim] and ``actor_steps`` updates of the actor."""
-        noise = actions.new_empty(1 + 2 * actor_steps, *actions.shape).normal_()
-        return cls(noise[0], *noise[1:].view(2, actor_steps, *actions.shape))
 
 
 def make_update(
@@ -236,7 +219,7 @@ def make_update(
     """
     device = replay.rows.device
     target_entropy = -float(len(actor.low))
-    actor_steps = args.policy_updates or args.policy_frequency
+    policy_updates = args.policy_updates or args.policy_frequency
     losses = Losses(*(torch.zeros(size, device=device) for size in (2, 2, 1, 1, 1)))
     losses.alpha.copy_(log_alpha.detach().exp())
     params, target_params = list(critics.parameters()), list(critics_target.parameters())
@@ -246,10 +229,13 @@ def make_update(
 
     def update(with_actor: bool, with_targets: bool) -> None:
         batch = replay.sample(args.batch_size)
-        noise = Noise.draw(batch.actions, actor_steps if with_actor else 0)
+        # Drawn all at once: PyTorch before 2.13 may reorder the draws of a compiled update (pytorch/pytorch#181136).
+        actor_steps = policy_updates if with_actor else 0
+        draws = batch.actions.new_empty(1 + 2 * actor_steps, *batch.actions.shape).normal_()
+        target_noise, actor_noise, alpha_noise = draws.split([1, actor_steps, actor_steps])
         with autocast():
             with torch.no_grad():
-                next_q_value = sac_target(actor, critics_target, log_alpha.exp(), batch, noise.target, args)
+                next_q_value = sac_target(actor, critics_target, log_alpha.exp(), batch, target_noise[0], args)
             q_values = critics(batch.obs, batch.actions)
             qf_loss = critic_loss(q_values, next_q_value)
         qf_loss.sum().backward()
@@ -258,24 +244,23 @@ def make_update(
         losses.qf_values.copy_(q_values.detach().mean(1))
         losses.qf_loss.copy_(qf_loss.detach())
 
-        if with_actor:
-            for i in range(actor_steps):
-                with autocast():
-                    pi_loss = actor_loss(actor, critics, log_alpha.detach().exp(), batch.obs, noise.actor[i])
-                pi_loss.backward(inputs=list(actor.parameters()))
-                actor_optimizer.step()
-                actor_optimizer.zero_grad()
-                losses.actor_loss.copy_(pi_loss.detach())
+        for i in range(actor_steps):
+            with autocast():
+                pi_loss = actor_loss(actor, critics, log_alpha.detach().exp(), batch.obs, actor_noise[i])
+            pi_loss.backward(inputs=list(actor.parameters()))
+            actor_optimizer.step()
+            actor_optimizer.zero_grad()
+            losses.actor_loss.copy_(pi_loss.detach())
 
-                if args.autotune:
-                    with torch.no_grad(), autocast():
-                        _, log_pi = actor.get_action(batch.obs, noise.alpha[i])
-                    a_loss = alpha_loss(log_alpha, log_pi, target_entropy)
-                    a_loss.backward()
-                    a_optimizer.step()
-                    a_optimizer.zero_grad()
-                    losses.alpha_loss.copy_(a_loss.detach())
-                losses.alpha.copy_(log_alpha.detach().exp())
+            if args.autotune:
+                with torch.no_grad(), autocast():
+                    _, log_pi = actor.get_action(batch.obs, alpha_noise[i])
+                a_loss = alpha_loss(log_alpha, log_pi, target_entropy)
+                a_loss.backward()
+                a_optimizer.step()
+                a_optimizer.zero_grad()
+                losses.alpha_loss.copy_(a_loss.detach())
+            losses.alpha.copy_(log_alpha.detach().exp())
 
         if with_targets:
             with torch.no_grad():
@@ -285,11 +270,6 @@ def make_update(
 
 
 # ------------------------------------------------------------------------------------------------------------ ACTING
-
-
-def random_actions(actor: Actor, num_envs: int) -> torch.Tensor:
-    """Uniform within the bounds, [num_envs, action_dim]."""
-    return actor.low + (actor.high - actor.low) * torch.rand(num_envs, len(actor.low), device=actor.low.device)
 
 
 @torch.no_grad()
@@ -319,7 +299,7 @@ def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray
 def main(args: Args) -> None:
     validate(args)
     device = resolve_device(args)
-    set_cpu_numerics(args.num_threads or available_cores(), large_products=args.amp == "none")
+    set_cpu_numerics(args.num_threads or available_cores(), large_matmuls=args.amp == "none")
     if args.capture_video:
         require_video(args.env_id)
     envs = make_envs(args.env_id, args.num_envs, args.seed, start=resumed_step(args.resume))
@@ -365,7 +345,7 @@ def main(args: Args) -> None:
         run.start_clock()
         while run.global_step < run.total_steps and not run.stop_requested:
             if run.global_step < args.learning_starts:
-                actions = random_actions(actor, args.num_envs)
+                actions = actor.low + (actor.high - actor.low) * torch.rand(args.num_envs, action_dim, device=device)
             else:
                 actions = act(actor, obs)
             next_obs, rewards, terminations, truncations, _ = envs.step(actions.cpu().numpy())

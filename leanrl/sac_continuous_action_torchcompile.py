@@ -63,7 +63,7 @@ class Args(RunArgs):
     log_every: int = 1_000
     """environment steps between log points"""
     checkpoint_replay: bool = True
-    """save the replay buffer in checkpoints; without it, a resumed run first refills an empty buffer"""
+    """save the replay buffer in checkpoints; without it, a resumed run first collects --learning-starts steps anew"""
 
     compile: bool = False
     """compile the updates and acting with torch.compile"""
@@ -208,7 +208,7 @@ def alpha_loss(log_alpha: torch.Tensor, log_pi: torch.Tensor, target_entropy: fl
 
 
 class Losses(NamedTuple):
-    """What an update logs: it writes into these tensors."""
+    """What an update logs, in tensors that it overwrites."""
 
     qf_values: torch.Tensor  # [2], one per critic
     qf_loss: torch.Tensor  # [2]
@@ -218,23 +218,6 @@ class Losses(NamedTuple):
 
 
 # ------------------------------------------------------------------------------------------------------------ UPDATE
-
-
-class Noise(NamedTuple):
-    """Standard normal numbers for all actions that an update samples.
-
-    Drawn all at once: PyTorch before 2.13 may reorder the draws of a compiled update (pytorch/pytorch#181136).
-    """
-
-    target: torch.Tensor  # [B, action_dim]
-    actor: torch.Tensor  # [steps, B, action_dim], as is alpha
-    alpha: torch.Tensor
-
-    @classmethod
-    def draw(cls, actions: torch.Tensor, actor_steps: int) -> "Noise":
-        """For a batch with ``actions`` [B, action_dim] and ``actor_steps`` updates of the actor."""
-        noise = actions.new_empty(1 + 2 * actor_steps, *actions.shape).normal_()
-        return cls(noise[0], *noise[1:].view(2, actor_steps, *actions.shape))
 
 
 def make_update(
@@ -255,7 +238,7 @@ def make_update(
     """
     device = replay.rows.device
     target_entropy = -float(len(actor.low))
-    actor_steps = args.policy_updates or args.policy_frequency
+    policy_updates = args.policy_updates or args.policy_frequency
     losses = Losses(*(torch.zeros(size, device=device) for size in (2, 2, 1, 1, 1)))
     losses.alpha.copy_(log_alpha.detach().exp())
     params, target_params = list(critics.parameters()), list(critics_target.parameters())
@@ -265,10 +248,13 @@ def make_update(
 
     def update(with_actor: bool, with_targets: bool) -> None:
         batch = replay.sample(args.batch_size)
-        noise = Noise.draw(batch.actions, actor_steps if with_actor else 0)
+        # Drawn all at once: PyTorch before 2.13 may reorder the draws of a compiled update (pytorch/pytorch#181136).
+        actor_steps = policy_updates if with_actor else 0
+        draws = batch.actions.new_empty(1 + 2 * actor_steps, *batch.actions.shape).normal_()
+        target_noise, actor_noise, alpha_noise = draws.split([1, actor_steps, actor_steps])
         with autocast():
             with torch.no_grad():
-                next_q_value = sac_target(actor, critics_target, log_alpha.exp(), batch, noise.target, args)
+                next_q_value = sac_target(actor, critics_target, log_alpha.exp(), batch, target_noise[0], args)
             q_values = critics(batch.obs, batch.actions)
             qf_loss = critic_loss(q_values, next_q_value)
         qf_loss.sum().backward()
@@ -277,24 +263,23 @@ def make_update(
         losses.qf_values.copy_(q_values.detach().mean(1))
         losses.qf_loss.copy_(qf_loss.detach())
 
-        if with_actor:
-            for i in range(actor_steps):
-                with autocast():
-                    pi_loss = actor_loss(actor, critics, log_alpha.detach().exp(), batch.obs, noise.actor[i])
-                pi_loss.backward(inputs=list(actor.parameters()))
-                actor_optimizer.step()
-                actor_optimizer.zero_grad()
-                losses.actor_loss.copy_(pi_loss.detach())
+        for i in range(actor_steps):
+            with autocast():
+                pi_loss = actor_loss(actor, critics, log_alpha.detach().exp(), batch.obs, actor_noise[i])
+            pi_loss.backward(inputs=list(actor.parameters()))
+            actor_optimizer.step()
+            actor_optimizer.zero_grad()
+            losses.actor_loss.copy_(pi_loss.detach())
 
-                if args.autotune:
-                    with torch.no_grad(), autocast():
-                        _, log_pi = actor.get_action(batch.obs, noise.alpha[i])
-                    a_loss = alpha_loss(log_alpha, log_pi, target_entropy)
-                    a_loss.backward()
-                    a_optimizer.step()
-                    a_optimizer.zero_grad()
-                    losses.alpha_loss.copy_(a_loss.detach())
-                losses.alpha.copy_(log_alpha.detach().exp())
+            if args.autotune:
+                with torch.no_grad(), autocast():
+                    _, log_pi = actor.get_action(batch.obs, alpha_noise[i])
+                a_loss = alpha_loss(log_alpha, log_pi, target_entropy)
+                a_loss.backward()
+                a_optimizer.step()
+                a_optimizer.zero_grad()
+                losses.alpha_loss.copy_(a_loss.detach())
+            losses.alpha.copy_(log_alpha.detach().exp())
 
         if with_targets:
             with torch.no_grad():
@@ -349,9 +334,9 @@ def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray
 
 
 def make_executables(observe: Callable, update: Callable, act: Callable, args: Args, device: torch.device) -> Callable:
-    """The function ``advance(timestep_cpu, turns) -> actions``, compiled and captured as the flags say.
+    """The function ``advance(timestep_cpu, pattern) -> actions``, compiled and captured as the flags say.
 
-    It observes, does one update for each entry of ``turns`` (the update's arguments) and acts: in one executable with
+    It observes, does one update for each entry of ``pattern`` (the update's arguments) and acts: in one executable with
     ``--one-graph`` or at most one update, else in one for each part. ``timestep_cpu`` is pinned if the device is a GPU.
     """
     # Each is compiled by its first call, so those that a run does not need cost nothing.
@@ -359,26 +344,26 @@ def make_executables(observe: Callable, update: Callable, act: Callable, args: A
     captured = partial(make_executable, device=device, compile=args.compile, cudagraphs=args.cudagraphs)
 
     if args.one_graph:
-        updates = cache(lambda *turn: compiled(partial(update, *turn)))
+        updates = cache(lambda *flags: compiled(partial(update, *flags)))
         return OneGraph(compiled(observe), updates, compiled(act), device)
 
-    def step(turns: tuple[tuple[bool, ...], ...], timestep: torch.Tensor) -> torch.Tensor:
+    def step(pattern: tuple[tuple[bool, ...], ...], timestep: torch.Tensor) -> torch.Tensor:
         observe(timestep)
-        for turn in turns:
-            update(*turn)
+        for flags in pattern:
+            update(*flags)
         return act()
 
-    steps = cache(lambda turns: captured(partial(step, turns)))
-    updates = cache(lambda *turn: captured(partial(update, *turn)))
+    steps = cache(lambda pattern: captured(partial(step, pattern)))
+    updates = cache(lambda *flags: captured(partial(update, *flags)))
     just_observe, just_act = captured(observe), captured(act)
 
-    def advance(timestep_cpu: torch.Tensor, turns: tuple[tuple[bool, ...], ...]) -> torch.Tensor:
+    def advance(timestep_cpu: torch.Tensor, pattern: tuple[tuple[bool, ...], ...]) -> torch.Tensor:
         timestep = timestep_cpu.to(device, non_blocking=True)
-        if len(turns) <= 1:
-            return steps(turns)(timestep)
+        if len(pattern) <= 1:
+            return steps(pattern)(timestep)
         just_observe(timestep)
-        for turn in turns:
-            updates(*turn)()
+        for flags in pattern:
+            updates(*flags)()
         return just_act()
 
     return advance
@@ -390,7 +375,7 @@ def make_executables(observe: Callable, update: Callable, act: Callable, args: A
 def main(args: Args) -> None:
     validate(args)
     device = resolve_device(args)
-    set_cpu_numerics(args.num_threads or available_cores(), large_products=args.amp == "none")
+    set_cpu_numerics(args.num_threads or available_cores(), large_matmuls=args.amp == "none")
     if args.capture_video:
         require_video(args.env_id, args.env_backend)
     envs = make_envs(args.env_id, args.num_envs, args.seed, args.env_backend, start=resumed_step(args.resume))
@@ -439,9 +424,9 @@ def main(args: Args) -> None:
             timestep_cpu = timestep_buffer.write(0.0, 0.0, 0.0, dones=1.0)
             last.resets.fill_(1.0)
             replay.size.clamp_(min=1)
-            for turns in schedule.patterns(args.policy_frequency, args.target_network_frequency):
+            for pattern in schedule.patterns(args.policy_frequency, args.target_network_frequency):
                 for _ in range(WARMUP_CALLS if args.cudagraphs else 1):
-                    advance(timestep_cpu, turns)
+                    advance(timestep_cpu, pattern)
 
         # resets: whether an environment's next step only resets it (NEXT_STEP autoreset).
         obs, resets = start_envs(envs, episodes, run.resumed and run.resumed["envs"])
@@ -470,11 +455,11 @@ def main(args: Args) -> None:
             else:
                 first = run.optimizer_steps + 1
                 run.optimizer_steps += due
-                turns = tuple(
+                pattern = tuple(
                     (n % args.policy_frequency == 0, n % args.target_network_frequency == 0)
                     for n in range(first, first + due)
                 )
-                actions = advance(timestep_cpu, turns)  # stores the transition, trains, acts
+                actions = advance(timestep_cpu, pattern)  # stores the transition, trains, acts
 
             if run.log_due():
                 run.log(named_losses(run, losses))

@@ -52,7 +52,7 @@ class Args(RunArgs):
     log_every: int = 1_000
     """environment steps between log points"""
     checkpoint_replay: bool = True
-    """save the replay buffer in checkpoints; without it, a resumed run first refills an empty buffer"""
+    """save the replay buffer in checkpoints; without it, a resumed run first collects --learning-starts steps anew"""
 
     learning_rate: float = 3e-4
     """learning rate of Adam, for the actor and the critics"""
@@ -154,7 +154,7 @@ def critic_loss(q_values: torch.Tensor, next_q_value: torch.Tensor) -> torch.Ten
 
 
 class Losses(NamedTuple):
-    """What an update logs: it writes into these tensors."""
+    """What an update logs, in tensors that it overwrites."""
 
     qf_values: torch.Tensor  # [2], one per critic
     qf_loss: torch.Tensor  # [2]
@@ -213,11 +213,6 @@ def make_update(
 # ------------------------------------------------------------------------------------------------------------ ACTING
 
 
-def random_actions(actor: Actor, num_envs: int) -> torch.Tensor:
-    """Uniform within the bounds, [num_envs, action_dim]."""
-    return actor.low + (actor.high - actor.low) * torch.rand(num_envs, len(actor.low), device=actor.low.device)
-
-
 @torch.no_grad()
 def act(actor: Actor, obs: torch.Tensor, args: Args) -> torch.Tensor:
     """The policy's actions with exploration noise, within the bounds: [N, obs_dim] -> [N, action_dim]"""
@@ -245,7 +240,7 @@ def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray
 def main(args: Args) -> None:
     validate(args)
     device = resolve_device(args)
-    set_cpu_numerics(args.num_threads or available_cores(), large_products=args.amp == "none")
+    set_cpu_numerics(args.num_threads or available_cores(), large_matmuls=args.amp == "none")
     if args.capture_video:
         require_video(args.env_id)
     envs = make_envs(args.env_id, args.num_envs, args.seed, start=resumed_step(args.resume))
@@ -288,7 +283,7 @@ def main(args: Args) -> None:
         run.start_clock()
         while run.global_step < run.total_steps and not run.stop_requested:
             if run.global_step < args.learning_starts:
-                actions = random_actions(actor, args.num_envs)
+                actions = actor.low + (actor.high - actor.low) * torch.rand(args.num_envs, action_dim, device=device)
             else:
                 actions = act(actor, obs, args)
             next_obs, rewards, terminations, truncations, _ = envs.step(actions.cpu().numpy())

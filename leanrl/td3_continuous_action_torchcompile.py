@@ -62,7 +62,7 @@ class Args(RunArgs):
     log_every: int = 1_000
     """environment steps between log points"""
     checkpoint_replay: bool = True
-    """save the replay buffer in checkpoints; without it, a resumed run first refills an empty buffer"""
+    """save the replay buffer in checkpoints; without it, a resumed run first collects --learning-starts steps anew"""
 
     compile: bool = False
     """compile the updates and acting with torch.compile"""
@@ -173,7 +173,7 @@ def critic_loss(q_values: torch.Tensor, next_q_value: torch.Tensor) -> torch.Ten
 
 
 class Losses(NamedTuple):
-    """What an update logs: it writes into these tensors."""
+    """What an update logs, in tensors that it overwrites."""
 
     qf_values: torch.Tensor  # [2], one per critic
     qf_loss: torch.Tensor  # [2]
@@ -276,9 +276,9 @@ def load_policy(model: dict, envs: gym.vector.VectorEnv) -> Callable[[np.ndarray
 
 
 def make_executables(observe: Callable, update: Callable, act: Callable, args: Args, device: torch.device) -> Callable:
-    """The function ``advance(timestep_cpu, turns) -> actions``, compiled and captured as the flags say.
+    """The function ``advance(timestep_cpu, pattern) -> actions``, compiled and captured as the flags say.
 
-    It observes, does one update for each entry of ``turns`` (the update's arguments) and acts: in one executable with
+    It observes, does one update for each entry of ``pattern`` (the update's arguments) and acts: in one executable with
     ``--one-graph`` or at most one update, else in one for each part. ``timestep_cpu`` is pinned if the device is a GPU.
     """
     # Each is compiled by its first call, so those that a run does not need cost nothing.
@@ -286,26 +286,26 @@ def make_executables(observe: Callable, update: Callable, act: Callable, args: A
     captured = partial(make_executable, device=device, compile=args.compile, cudagraphs=args.cudagraphs)
 
     if args.one_graph:
-        updates = cache(lambda *turn: compiled(partial(update, *turn)))
+        updates = cache(lambda *flags: compiled(partial(update, *flags)))
         return OneGraph(compiled(observe), updates, compiled(act), device)
 
-    def step(turns: tuple[tuple[bool, ...], ...], timestep: torch.Tensor) -> torch.Tensor:
+    def step(pattern: tuple[tuple[bool, ...], ...], timestep: torch.Tensor) -> torch.Tensor:
         observe(timestep)
-        for turn in turns:
-            update(*turn)
+        for flags in pattern:
+            update(*flags)
         return act()
 
-    steps = cache(lambda turns: captured(partial(step, turns)))
-    updates = cache(lambda *turn: captured(partial(update, *turn)))
+    steps = cache(lambda pattern: captured(partial(step, pattern)))
+    updates = cache(lambda *flags: captured(partial(update, *flags)))
     just_observe, just_act = captured(observe), captured(act)
 
-    def advance(timestep_cpu: torch.Tensor, turns: tuple[tuple[bool, ...], ...]) -> torch.Tensor:
+    def advance(timestep_cpu: torch.Tensor, pattern: tuple[tuple[bool, ...], ...]) -> torch.Tensor:
         timestep = timestep_cpu.to(device, non_blocking=True)
-        if len(turns) <= 1:
-            return steps(turns)(timestep)
+        if len(pattern) <= 1:
+            return steps(pattern)(timestep)
         just_observe(timestep)
-        for turn in turns:
-            updates(*turn)()
+        for flags in pattern:
+            updates(*flags)()
         return just_act()
 
     return advance
@@ -317,7 +317,7 @@ def make_executables(observe: Callable, update: Callable, act: Callable, args: A
 def main(args: Args) -> None:
     validate(args)
     device = resolve_device(args)
-    set_cpu_numerics(args.num_threads or available_cores(), large_products=args.amp == "none")
+    set_cpu_numerics(args.num_threads or available_cores(), large_matmuls=args.amp == "none")
     if args.capture_video:
         require_video(args.env_id, args.env_backend)
     envs = make_envs(args.env_id, args.num_envs, args.seed, args.env_backend, start=resumed_step(args.resume))
@@ -363,9 +363,9 @@ def main(args: Args) -> None:
             timestep_cpu = timestep_buffer.write(0.0, 0.0, 0.0, dones=1.0)
             last.resets.fill_(1.0)
             replay.size.clamp_(min=1)
-            for turns in schedule.patterns(args.policy_frequency):
+            for pattern in schedule.patterns(args.policy_frequency):
                 for _ in range(WARMUP_CALLS if args.cudagraphs else 1):
-                    advance(timestep_cpu, turns)
+                    advance(timestep_cpu, pattern)
 
         # resets: whether an environment's next step only resets it (NEXT_STEP autoreset).
         obs, resets = start_envs(envs, episodes, run.resumed and run.resumed["envs"])
@@ -394,8 +394,8 @@ def main(args: Args) -> None:
             else:
                 first = run.optimizer_steps + 1
                 run.optimizer_steps += due
-                turns = tuple((n % args.policy_frequency == 0,) for n in range(first, first + due))
-                actions = advance(timestep_cpu, turns)  # stores the transition, trains, acts
+                pattern = tuple((n % args.policy_frequency == 0,) for n in range(first, first + due))
+                actions = advance(timestep_cpu, pattern)  # stores the transition, trains, acts
 
             if run.log_due():
                 run.log(named_losses(run, losses))

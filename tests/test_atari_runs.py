@@ -171,7 +171,7 @@ def test_the_loss_gets_what_the_games_gave(script, flags, monkeypatch, tmp_path)
         ours, theirs = batch.obs.flatten().argsort(), values[now].flatten().argsort()
         assert torch.equal(batch.obs.flatten()[ours].double(), values[now].flatten()[theirs])
         live = torch.as_tensor(~games.resets[now]).flatten()[theirs]
-        assert (~live).sum() >= 3 and torch.equal(batch.weights[ours], live.float())
+        assert (~live).sum() >= 3 and torch.equal(batch.mask[ours], live.float())
         for name, column in expected.items():
             actual, column = getattr(batch, name)[ours].double(), column.flatten()[theirs].double()
             rows = live if name in ("advantages", "returns") else slice(None)

@@ -233,7 +233,7 @@ def test_an_existing_run_is_neither_overwritten_nor_changed(refused, script, fin
     refused(["--resume", run_dir, "--total-timesteps", "32"], reason)
     facts = json.loads((run_dir / "args.json").read_text())
     (run_dir / "args.json").write_text(json.dumps(facts | {"script": "other"}))
-    refused(["--resume", run_dir], f"--resume {run_dir}: ", "run of other", f"script is {script}")
+    refused(["--resume", run_dir], f"--resume {run_dir}: ", "run of other", f"not of {script}")
 
 
 @pytest.mark.parametrize("script", KINDS)

@@ -69,7 +69,7 @@ def fill(rollout) -> None:
             numbers = torch.randint(high, column.shape, generator=generator, dtype=column.dtype)
         if name == "logprobs":  # of actions in three dimensions, or of one of few actions
             numbers = 0.3 * numbers - 4.0 if rollout.actions.dim() == 3 else 0.1 * numbers - 1.1
-        column.copy_(numbers > -1.3 if name == "weights" else numbers)
+        column.copy_(numbers > -1.3 if name == "mask" else numbers)
 
 
 def make_side(module, adam, args, device: torch.device) -> SimpleNamespace:

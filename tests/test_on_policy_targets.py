@@ -120,7 +120,7 @@ def test_what_is_learned_is_what_environments_told(script, tmp_path, monkeypatch
 
     def see_update(update, args):
         def seen(rollout) -> list[torch.Tensor]:
-            return [x.clone() for x in (rollout.weights[:-1], rollout.obs, rollout.actions[:-1])]
+            return [x.clone() for x in (rollout.mask[:-1], rollout.obs, rollout.actions[:-1])]
 
         return lambda inds: updates.append((inds.clone(), *seen(args[2]))) or update(inds)
 
@@ -136,8 +136,8 @@ def test_what_is_learned_is_what_environments_told(script, tmp_path, monkeypatch
     assert terminations.any() and truncations.any() and dones[7:-1:8].any()
     *ends, learned = map(torch.cat, zip(*given, strict=True))
     assert all(map(torch.equal, ends, (terminations, dones)))
-    inds, weights, obs, chosen = zip(*updates[-512:], strict=True)  # 64 rollouts, 2 epochs, 4 minibatches
-    assert torch.equal(torch.cat(weights[::8]), 1 - resets)
+    inds, mask, obs, chosen = zip(*updates[-512:], strict=True)  # 64 rollouts, 2 epochs, 4 minibatches
+    assert torch.equal(torch.cat(mask[::8]), 1 - resets)
     obs, chosen = torch.stack(obs[::8]), torch.cat(chosen[::8])
     assert torch.equal(obs[1:, 0], obs[:-1, -1])
     returns, _ = EpisodeStatistics(2).add(rewards.numpy(), dones.numpy() > 0, resets.numpy() > 0)
@@ -219,15 +219,15 @@ def categorical_case(dtype=torch.float64):
 
 
 def random_columns(newlogprobs, newvalues):
-    """Old log-probabilities, advantages, returns, old values and weights."""
+    """Old log-probabilities, advantages, returns, old values and mask."""
     noise = torch.randn(4, len(newvalues), dtype=newvalues.dtype)
-    weights = (torch.rand(len(newvalues)) > 0.2).to(newvalues.dtype)
-    return newlogprobs + 0.3 * noise[0], 2 + 3 * noise[1], newvalues + noise[2], newvalues + 0.3 * noise[3], weights
+    mask = (torch.rand(len(newvalues)) > 0.2).to(newvalues.dtype)
+    return newlogprobs + 0.3 * noise[0], 2 + 3 * noise[1], newvalues + noise[2], newvalues + 0.3 * noise[3], mask
 
 
 def slow_losses(outputs, batch, args):
     """https://arxiv.org/abs/1707.06347, equations 7 and 9, row for row, over the rows of weight 1."""
-    rows = [i for i in range(len(batch.weights)) if batch.weights[i] == 1]
+    rows = [i for i in range(len(batch.mask)) if batch.mask[i] == 1]
     advantages = {i: batch.advantages[i] for i in rows}
     if args.norm_adv:
         mean = sum(advantages.values()) / len(rows)
@@ -269,7 +269,7 @@ def test_ppo_loss_is_the_papers(module, case, norm_adv, clip_vloss, amp):
         agent, minibatch, parameters, outputs = case(torch.float32 if amp else torch.float64)
         loss, losses = module.ppo_loss(agent, minibatch, args)
     expected = slow_losses(outputs, minibatch, args)
-    assert 0.2 < expected.clipfrac < 0.8 and 0 < minibatch.weights.sum() < len(minibatch.weights)
+    assert 0.2 < expected.clipfrac < 0.8 and 0 < minibatch.mask.sum() < len(minibatch.mask)
     whole = expected.policy_loss - 0.02 * expected.entropy + 0.7 * expected.value_loss
     # In bf16 sums in another order may round to the other side.
     rtol, atol = (2e-3, 1e-4) if amp else (1e-6, 1e-9)
@@ -284,7 +284,7 @@ def test_ppo_loss_is_the_papers(module, case, norm_adv, clip_vloss, amp):
 def test_hardly_anything_but_resets(live):
     """Of nothing but resets all is 0, the entropy bonus too; one step has no spread to be normalised by."""
     agent, minibatch, parameters, _ = gaussian_case()
-    minibatch.weights.copy_(torch.arange(64) < live)
+    minibatch.mask.copy_(torch.arange(64) < live)
     loss, losses = ppo.ppo_loss(agent, minibatch, ppo.Args(ent_coef=0.1))
     gradient = torch.autograd.grad(loss, parameters, materialize_grads=True)
     assert torch.isfinite(torch.stack(losses)).all() and all(x.isfinite().all() for x in gradient)
@@ -350,7 +350,7 @@ def test_pqn_loss_equals_the_formula_row_by_row(module, amp):
     for p in network.parameters():
         p.data += 0.1 * torch.randn_like(p)  # biases and the norms' weights too
     obs, returns, actions = torch.randn(12, 6).to(dtype), (100 + torch.randn(12)).to(dtype), torch.randint(3, (12,))
-    columns = dict(obs=obs, actions=actions, returns=returns, weights=(torch.arange(12) % 5 > 0).to(dtype))
+    columns = dict(obs=obs, actions=actions, returns=returns, mask=(torch.arange(12) % 5 > 0).to(dtype))
     if "values" in module.Minibatch._fields:  # which are not learned from
         columns["values"] = torch.randn(12)
     rows = [i for i in range(12) if i % 5]

@@ -7,7 +7,7 @@ import pytest
 from scripts import REFERENCES
 
 # Of the reference alone: Gymnasium's wrappers, and acting.
-OWN = {"wrap_envs", "find_wrapper", "rms_state", "load_rms_state", "policy_step", "random_actions", "act"}
+OWN = {"wrap_envs", "rms_state", "load_rms_state", "policy_step", "act"}
 
 
 def definitions(script: str) -> dict[str, str]:

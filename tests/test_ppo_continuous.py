@@ -61,14 +61,11 @@ def test_acting_equals_wrappers_and_reference_network(mode: str, num_envs: int) 
 def test_moments_are_float64_from_the_start_and_after_a_resume() -> None:
     """Of float32 observations too, Pendulum's: a resumed run normalises them as an uninterrupted one does."""
 
-    def wrapped() -> tuple[gym.vector.VectorEnv, gym.vector.VectorEnv, list]:
+    def wrapped() -> tuple:
         raw = make_envs("Pendulum-v1", NUM_ENVS, seed=1)
-        envs = reference.wrap_envs(raw, 0.99)
-        obs_normalizer = reference.find_wrapper(envs, gym.wrappers.vector.NormalizeObservation)
-        reward_normalizer = reference.find_wrapper(envs, gym.wrappers.vector.NormalizeReward)
-        return raw, envs, [obs_normalizer.obs_rms, reward_normalizer.return_rms]
+        return raw, *reference.wrap_envs(raw, 0.99)
 
-    raw, envs, moments = wrapped()
+    raw, envs, *moments = wrapped()
     ours = RunningMoments((3,))
     actions = np.random.default_rng(0).uniform(-2, 2, (60, NUM_ENVS, 1)).astype(np.float32)
     envs.reset()
@@ -81,7 +78,7 @@ def test_moments_are_float64_from_the_start_and_after_a_resume() -> None:
     torch.testing.assert_close(ours.mean, torch.from_numpy(moments[0].mean), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(ours.var, torch.from_numpy(moments[0].var), rtol=1e-12, atol=0)
 
-    resumed_raw, resumed, resumed_moments = wrapped()
+    resumed_raw, resumed, *resumed_moments = wrapped()
     resumed.reset()
     resumed_raw.load_state_dict(raw.state_dict())
     for rms, loaded in zip(moments, resumed_moments, strict=True):
@@ -121,7 +118,7 @@ def test_a_finished_rollout_is_the_references() -> None:
     torch.testing.assert_close(ours.logprobs[:-1], theirs.logprobs[:-1], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours.advantages[:-1], advantages, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours.returns[:-1], advantages + theirs.values[:-1], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(ours.weights[:-1], 1 - resets)
+    torch.testing.assert_close(ours.mask[:-1], 1 - resets)
 
 
 class Script(gym.vector.VectorEnv):

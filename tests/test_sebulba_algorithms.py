@@ -274,7 +274,7 @@ def test_true_values_have_no_loss():
 def test_reset_steps_change_nothing_of_impalas_loss():
     logits, values, batch = loss_inputs()
     values = values + torch.randn(values.shape, generator=torch.Generator().manual_seed(5))
-    resets = batch.weights == 0
+    resets = batch.mask == 0
     assert resets.sum() > 3
 
     def loss_and_gradient(logits, batch):

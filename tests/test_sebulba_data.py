@@ -129,7 +129,7 @@ def test_ppo_learns_from_live_steps_and_their_targets(rollout):
     batch = ppo.Batch.of(rollout)
     gradients, step = ppo.make_update(agent, Adam(agent.parameters(), args.learning_rate), [batch], args)
     ppo.fill_targets(batch, rollout, args)
-    told = {"obs": rollout.obs, "actions": rollout.actions, "logprobs": rollout.logprobs, "weights": ~rollout.resets}
+    told = {"obs": rollout.obs, "actions": rollout.actions, "logprobs": rollout.logprobs, "mask": ~rollout.resets}
     for name, rows in batch.minibatch(torch.tensor([5, 4, 11]))._asdict().items():
         column = told.get(name, getattr(batch, name))
         assert torch.equal(rows, torch.stack([column[2, 1], column[2, 0], column[5, 1]]).to(rows.dtype)), name
@@ -186,7 +186,7 @@ def test_impala_learns_from_live_steps_and_their_targets(rollout):
     for name in ("obs", "actions", "logprobs", "rewards", "terminations", "dones"):
         ours = getattr(batch, name)
         assert torch.equal(ours, getattr(rollout, name).flip(1).to(ours.dtype)), name
-    assert batch.weights.tolist() == [[1, 1], [1, 1], [1, 0], [0, 1], [1, 1], [1, 1]]
+    assert batch.mask.tolist() == [[1, 1], [1, 1], [1, 0], [0, 1], [1, 1], [1, 1]]
 
     args = impala.Args(num_steps=6, num_envs=2, total_timesteps=12, num_minibatches=1)
     agent, logits, values = network(impala, rollout)

@@ -141,8 +141,8 @@ if os.environ.get("RANK") == "1":
     sleep = ctypes.PyDLL(None).sleep
     sleep(5)
     from leanrl.sebulba.worker import Worker
-    warm_up = Worker.warm_up
-    Worker.warm_up = lambda self: sleep(5) or warm_up(self)
+    warmup = Worker.warmup
+    Worker.warmup = lambda self: sleep(5) or warmup(self)
 """
 
 
@@ -226,7 +226,7 @@ from leanrl.sebulba.actor import ThreadRollout
 record = ThreadRollout.record
 
 def broken(self, step, *told):
-    if self.steps[step] == 99 and self._thread.numbers.start == 8:
+    if self.steps[step] == 99 and self._thread.env_indices.start == 8:
         raise ValueError("the emulator is out of order")
     record(self, step, *told)
 

@@ -356,7 +356,7 @@ TASKS = "Ant", "HalfCheetah", "Hopper", "Humanoid", "InvertedDoublePendulum", "I
 
 @pytest.mark.parametrize("env_id", [f"{task}-{version}" for task in TASKS for version in ("v4", "v5")])
 def test_mujoco_tasks_of_envpool_can_be_filmed_as_gymnasiums(env_id):
-    assert evaluation.drawing_backend(env_id, "envpool") == "gymnasium"
+    assert evaluation.filming_backend(env_id, "envpool") == "gymnasium"
     theirs, envs = envpool.make_spec(env_id), make_envs(env_id, 1, seed=1)
     assert theirs.gymnasium_observation_space.shape == envs.single_observation_space.shape
     np.testing.assert_allclose(theirs.gymnasium_action_space.low, envs.single_action_space.low, rtol=1e-6)

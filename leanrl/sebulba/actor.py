@@ -61,7 +61,7 @@ class ActorThread:
     Attributes:
         name: its name in error messages.
         pieces: its share of each shard, in the order of its environments.
-        numbers: global indices of its environments.
+        env_indices: global indices of its environments.
         envs: those environments.
         blocks: slices of its environments, each acted for in one call.
         example: inputs of acting for one block: observations [n, ...], and zeros [n, k] as noise.
@@ -83,10 +83,10 @@ class ActorThread:
         self.device, self.action_space = start.device, start.action_space
         self.name = layout.thread_name(actor, self.index)
         self.pieces = layout.pieces_of_thread(actor, self.index)
-        self.numbers = layout.thread_envs(actor, self.index)
-        num_envs = len(self.numbers)
+        self.env_indices = layout.thread_envs(actor, self.index)
+        num_envs = len(self.env_indices)
         pool = {"num_threads": pool_threads(args, layout), "start": self.first_step}
-        self.envs = make_pool(args.env_id, self.numbers, args.seed, args.protocol, args.env_backend, **pool)
+        self.envs = make_pool(args.env_id, self.env_indices, args.seed, args.protocol, args.env_backend, **pool)
         # An output's last bits depend on the batch size, so exactness needs blocks of the same size in every layout.
         size = len(self.pieces[0].envs) if args.exact_reduction else num_envs
         self.blocks = [slice(first, first + size) for first in range(0, num_envs, size)]
@@ -102,8 +102,8 @@ class ActorThread:
         self._played: Mailbox[list[Rollout]] = Mailbox(args.timeout)
         self._params: Mailbox[tuple[int, torch.Tensor]] = Mailbox(args.timeout)
         # How many rollouts a thread may play before the first is given back (once it has been sent or put into a
-        # shard, before its update). With a fixed lag above 0, it plays on while other threads finish; with the newest
-        # parameters, it plays one rollout while another waits for the learner.
+        # shard, before its update). With a fixed lag above 0, it may play on while other threads finish; with the
+        # newest parameters, it plays one rollout while another waits for the learner.
         for _ in range(2 if args.policy_lag == "newest" else args.policy_lag + 1):
             self._free.put([start.allocate(len(piece.envs)) for piece in self.pieces])
 
@@ -199,7 +199,7 @@ class ThreadRollout:
 
     def __init__(self, thread: ActorThread, pieces: list[Rollout], header: Header) -> None:
         self._thread, self._header = thread, header
-        first = thread.numbers.start
+        first = thread.env_indices.start
         columns = [slice(piece.envs.start - first, piece.envs.stop - first) for piece in thread.pieces]
         self._pieces = list(zip(pieces, columns, strict=True))
         self.choices = thread.choices

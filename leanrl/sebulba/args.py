@@ -56,8 +56,8 @@ class SebulbaArgs(RunArgs):
     num_shards: int | None = None
     """shards of the global batch, each shuffled and normalised on its own; by default one per learner"""
     exact_reduction: bool = False
-    """sum gradients in shard order, act one shard at a time: on identical CPUs, bitwise the same in all layouts with
-    equally many environments and shards (set --num-shards; by default there is one shard per learner)"""
+    """sum gradients in shard order and act one shard at a time: on identical CPUs, results are bitwise equal in all
+    layouts with as many environments and shards (set --num-shards; by default there is one shard per learner)"""
     start_timeout: float = 600.0
     """seconds that each step of the start-up may take: imports, meeting the other processes, compilation"""
     timeout: float = 1800.0
@@ -82,8 +82,8 @@ class SebulbaArgs(RunArgs):
 
     def __post_init__(self) -> None:
         self.save_model = self.save_model or self.upload_model or self.evaluate_episodes is not None
-        # They are lists if they come from args.json.
-        self.actor_device_ids, self.learner_device_ids = tuple(self.actor_device_ids), tuple(self.learner_device_ids)
+        # Lists come from args.json.
+        vars(self).update({name: tuple(x) for name, x in vars(self).items() if isinstance(x, list)})
 
 
 def flags_digest(args: SebulbaArgs) -> str:

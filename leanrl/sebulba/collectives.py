@@ -246,17 +246,17 @@ def last_of_all(layout: Layout, environ: Mapping[str, str]) -> str:
     Args:
         environ: environment variables of one of the run's processes.
     """
-    came = {}
+    reached = {}
     with suppress(RuntimeError):  # the store is gone, with the process that held it
         limit = datetime.timedelta(seconds=STORE_SECONDS)
         store = dist.TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False, timeout=limit)
         notes = _own_part(store, environ)
         for member in layout.members:
             if notes.check([key := f"phase {member.rank}"]):
-                came[member.name] = [*map(int, notes.get(key).split())]
-    least = min(came.values(), default=None)
-    names = [name for name, progress in came.items() if progress == least]
-    if len(names) == len(came):
+                reached[member.name] = [*map(int, notes.get(key).split())]
+    least = min(reached.values(), default=None)
+    names = [name for name, progress in reached.items() if progress == least]
+    if len(names) == len(reached):
         return ""
     more = [f"{len(names) - 3} more"] if len(names) > 3 else []
     return f"{' and '.join(names[:3] + more)} had only reached {PHASES[least[1]]} {least[0]}"

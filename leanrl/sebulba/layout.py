@@ -159,6 +159,6 @@ class Layout:
         layout = cls(*ids, num_groups, args.num_actor_threads, args.local_num_envs, args.num_shards)
         if args.exact_reduction and args.local_num_envs % layout.shard_size:
             needed = layout.num_envs // math.gcd(args.local_num_envs, layout.shard_size)
-            remedy = f"is not a whole number of shards of {layout.shard_size} environments, as --exact-reduction needs"
-            raise bad("local_num_envs", args.local_num_envs, f"{remedy}; use --num-shards {needed}")
+            problem = f"is not a whole number of shards of {layout.shard_size} environments, as --exact-reduction needs"
+            raise bad("local_num_envs", args.local_num_envs, f"{problem}; use --num-shards {needed}")
         return layout

@@ -37,10 +37,11 @@ class Pipeline:
         self.layout, self.member, lag = self.start.layout, self.start.member, self.start.args.policy_lag
         pieces = self.layout.pieces_of_learner(self.member.learner)
         self._received = [(p, self.start.allocate(len(p.envs))) for p in pieces if p.actor != self.member.actor]
-        # With a lag, the next rollout is sent during the update, unless a process acts and learns: it is busy then.
-        ahead = lag != 0 and all(None in (member.actor, member.learner) for member in self.layout.members)
+        # With a fixed lag, the next rollout is sent during the update, unless a process acts and learns: it is busy.
+        # The newest parameters must not wait until the next rollout has been played.
+        ahead = lag not in (0, "newest") and all(None in (m.actor, m.learner) for m in self.layout.members)
         self._begun, self._begun_until = self.first_version, self.start.num_updates if ahead else 0
-        self.travelling = []
+        self.in_flight = []
 
     def exchange(self, number: int, stop: bool) -> list[tuple[Piece, Header]]:
         """Sends rollout ``number`` and fills the shards with it; the next one may be on its way by then.
@@ -58,9 +59,11 @@ class Pipeline:
             PeerLost: a process that sends or receives a piece is gone or does not answer in time.
         """
         if self._begun < number:
+            if self.threads:
+                self.collectives.begin("playing rollout", number)
             self._begin(number, stop)
         self.collectives.begin("sending rollout", number)
-        self.collectives.finish(self.travelling)
+        self.collectives.finish(self.in_flight)
         headers = [(piece, self._fill(number, piece, rollout)) for piece, rollout in self._mine]
         for thread, rollouts in self._played:
             thread.give_back(rollouts)
@@ -70,8 +73,6 @@ class Pipeline:
 
     def _begin(self, number: int, stop: bool) -> None:
         """Waits until the threads have played a rollout, and starts to send and receive it."""
-        if self.threads:
-            self.collectives.begin("playing rollout", number)
         self._played = [(thread, thread.take()) for thread in self.threads]
         here = [pair for thread, rollouts in self._played for pair in zip(thread.pieces, rollouts, strict=True)]
         for _, rollout in here:
@@ -80,7 +81,7 @@ class Pipeline:
         others = [pair for pair in here if pair[0].learner != self.member.learner]
         sends = [(self.layout.learner(piece.learner).rank, rollout.buffer) for piece, rollout in others]
         receives = [(self.layout.actor(piece.actor).rank, rollout.buffer) for piece, rollout in self._received]
-        self._begun, self.travelling = number, self.collectives.start(sends, receives)
+        self._begun, self.in_flight = number, self.collectives.start(sends, receives)
 
     def _fill(self, number: int, piece: Piece, rollout: Rollout) -> Header:
         header, lag = Header(*rollout.header.tolist()), self.start.args.policy_lag

@@ -43,7 +43,7 @@ class SlurmTask(NamedTuple):
 
 @dataclass(frozen=True)
 class Start:
-    """What a process is to do, and with what."""
+    """A process's arguments, layout and device, and its place among the others."""
 
     args: SebulbaArgs
     layout: Layout

@@ -54,7 +54,7 @@ class Status:
                 os._exit(1)
 
     @contextmanager
-    def warm_up_within(self, seconds: float) -> Iterator[None]:
+    def warmup_within(self, seconds: float) -> Iterator[None]:
         """Fails and ends the process if the block takes longer; its peers could only tell that they are waiting."""
         late = Stalled(f"its warm-up takes longer than --start-timeout {seconds:g} s")
         limit = threading.Timer(seconds, self.fail_in_thread, (late, self._process_name))

@@ -20,6 +20,7 @@ from leanrl.sebulba.start import Start
 from leanrl.sebulba.status import HEARTBEAT_SECONDS, KINDS, STATUS_FD, UNDER_WAY
 from leanrl.support.cli import run_directory
 from leanrl.support.errors import bad
+from leanrl.support.signals import StopRequest
 
 POLL_SECONDS = 0.1
 # After the first failure the others have this long to report theirs: the first one heard may be a mere consequence.
@@ -27,7 +28,6 @@ EXPLAIN_SECONDS = 1.0
 # A live process writes every HEARTBEAT_SECONDS once its imports are done.
 SILENT_SECONDS = 10 * HEARTBEAT_SECONDS
 STUCK_SECONDS = 60.0
-FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 def supervise(start: Start, script_file: str) -> None:
@@ -156,7 +156,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Starts the children and waits until they end; returns the exit code. Failures are reported on stderr."""
-        former = {number: signal.signal(number, self._forward) for number in FORWARDED}
+        former = {number: signal.signal(number, self._forward) for number in StopRequest.SIGNALS}
         try:
             with selectors.DefaultSelector() as self._selector:
                 for child in self.children:
@@ -224,7 +224,7 @@ class Supervisor:
         if 2 in codes:  # bad input, which the child reported in one line
             return 2
         reported = any(child.failures for child in self.children)
-        ended = {-number for number in FORWARDED}
+        ended = {-number for number in StopRequest.SIGNALS}
         if self._signals and not reported and ended & {*codes} and {*codes} <= {None, 0, *ended}:
             return 128 + self._signals[0]  # asked to stop during start-up
         print(self._explain(), file=sys.stderr, flush=True)

@@ -31,7 +31,7 @@ JOIN_SECONDS = 30
 class Worker:
     """One process of a run, as the script gets it from ``join`` (which documents the arguments).
 
-    The script calls ``warm_up``, starts the threads, iterates over ``rollouts_due`` and calls ``publish`` after each.
+    The script calls ``warmup``, starts the threads, iterates over ``rollouts_due`` and calls ``publish`` after each.
 
     Attributes:
         threads: the actor threads, not started; empty if it does not act.
@@ -90,7 +90,7 @@ class Worker:
         return step.item()
 
     @contextmanager
-    def warm_up(self) -> Iterator[None]:
+    def warmup(self) -> Iterator[None]:
         """A block for everything that compiles and captures; agent and optimiser are restored after it.
 
         It ends once every process has reached the end of its own block.
@@ -99,7 +99,7 @@ class Worker:
         if run is not None:
             self._stack.enter_context(run)
         with run.warmup(errors_end=True) if run is not None else nullcontext():
-            with self._status.warm_up_within(seconds), untouched(self._state_dict(), self._start.device):
+            with self._status.warmup_within(seconds), untouched(self._state_dict(), self._start.device):
                 yield
             # On a GPU the threads have their own streams, which would not wait for work launched here.
             self._collectives.barrier()
@@ -139,7 +139,7 @@ class Worker:
                 self._give_params(params)
             if self._is_last:
                 break
-        self._collectives.finish(self._pipeline.travelling)  # after an early stop: a rollout nobody needs
+        self._collectives.finish(self._pipeline.in_flight)  # after an early stop: a rollout nobody needs
         self._collectives.close()  # before what only the lead does: with NCCL all leave together
         if run is not None:
             # After an early stop the threads wait in vain, which would count as a stall if saving took long.

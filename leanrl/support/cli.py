@@ -21,7 +21,7 @@ MAY_CHANGE_ON_RESUME |= {"cudagraphs", "one_graph", "distributed", "timeout", "s
 
 @dataclasses.dataclass
 class RunArgs:
-    """Flags that decide neither what is learned nor how fast; every script's ``Args`` inherits them."""
+    """Flags for records, stopping and resuming; every script's ``Args`` inherits them."""
 
     run_name: str | None = None
     """name of the run directory; by default ENV_ID__SCRIPT__SEED__TIME"""
@@ -39,9 +39,8 @@ class RunArgs:
     save_model: bool = False
     """write model.pt at the end, which `python -m leanrl.tools.evaluate RUN_DIR` plays"""
     capture_video: bool = False
-    """record a video of one episode of the trained policy at the end, as an mp4 in the run directory.
-    The backend that stepped the environments renders it, Gymnasium for all MuJoCo tasks; if it cannot be rendered, the
-    run is refused at the start"""
+    """record a video of one episode of the trained policy at the end, as an mp4 in the run directory. The backend that
+    stepped the environments renders it, for MuJoCo always Gymnasium; if it cannot, the run is refused at the start"""
     track: bool = False
     """also log to Weights & Biases (offline when no key is configured)"""
     wandb_project_name: str = "leanrl"
@@ -100,7 +99,7 @@ def parse_args(args_type: type[RunArgs], script: str, argv: list[str] | None = N
         resume = str(run_directory(args))
     stored = read_args_json(Path(resume), "--resume ")
     if stored["script"] != script:
-        raise bad("resume", resume, f"is a run of {stored['script']}, this script is {script}")
+        raise bad("resume", resume, f"is a run of {stored['script']}, not of {script}")
     names = {f.name for f in dataclasses.fields(args_type)}
     first = args_type(**{name: value for name, value in stored["args"].items() if name in names})
     # The run directory may have been moved since the run was started.
@@ -112,7 +111,7 @@ def parse_args(args_type: type[RunArgs], script: str, argv: list[str] | None = N
         args.runs_dir = first.runs_dir
     for name, was in vars(first).items():
         if getattr(args, name) != was and name not in MAY_CHANGE_ON_RESUME:
-            raise bad(name, getattr(args, name), f"cannot change on --resume, the run was started with {typed(was)}")
+            raise bad(name, getattr(args, name), f"cannot change on --resume; the run was started with {typed(was)}")
     return args
 
 

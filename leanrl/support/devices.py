@@ -98,19 +98,19 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
-def set_cpu_numerics(num_threads: int, large_products: bool = True) -> None:
+def set_cpu_numerics(num_threads: int, large_matmuls: bool = True) -> None:
     """Sets PyTorch's CPU threads, denormal flushing and float32 matmul library; call it before any work on the CPU.
 
     Denormals are flushed to 0: Adam's averages decay into them wherever gradients stay 0 (behind a dead ReLU, say), and
     arithmetic on them is many times slower. Threads inherit the setting from the one that starts them.
 
-    Without ``large_products`` MKL does all matmuls: for layers of about 100 units, or where only a network's first and
+    Without ``large_matmuls`` MKL does all matmuls: for layers of about 100 units, or where only a network's first and
     last layers are in float32, the call to oneDNN takes longer than the matmul.
     """
     torch.set_flush_denormal(True)
     torch.set_num_threads(num_threads)
-    if large_products:
-        use_onednn_products()
+    if large_matmuls:
+        use_onednn_matmuls()
 
 
 def keep_freed_memory() -> None:
@@ -126,10 +126,10 @@ def keep_freed_memory() -> None:
         libc.mallopt(M_ARENA_MAX, 1)  # and which all threads share
 
 
-def use_onednn_products() -> None:
+def use_onednn_matmuls() -> None:
     """Uses oneDNN for float32 matmuls on AMD processors, where MKL, PyTorch's choice, can be slow.
 
-    PyTorch calls oneDNN only if bfloat16 is allowed. Without AMX units oneDNN still computes in float32. A test product
+    PyTorch calls oneDNN only if bfloat16 is allowed. Without AMX units oneDNN still computes in float32. A test matmul
     checks the precision; if it is too low, nothing changes. ``args.json`` records the setting.
     """
     settings = torch.backends.mkldnn.matmul

@@ -346,7 +346,7 @@ def _require_spaces(envs: VectorEnv, env_id: str, *action_types: type[gym.Space]
         # The largest float32 stands for no bound.
         is_usable = len(action.shape) == 1 and (np.abs([action.low, action.high]) < np.finfo(np.float32).max).all()
     if not is_usable:
-        raise bad("env_id", env_id, f"has actions {action}; this script needs them numbered from 0 or bounded vectors")
+        raise bad("env_id", env_id, f"has actions {action}; this script needs bounded vectors, or numbers from 0")
     if not isinstance(obs, gym.spaces.Box) or (obs_kind == "vectors" and len(obs.shape) != 1):
         raise bad("env_id", env_id, f"has observations of {obs}; this script needs {obs_kind} of numbers")
     if obs.dtype == np.uint8 and len(obs.shape) == 3 and obs.shape[2] < obs.shape[0]:

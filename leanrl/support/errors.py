@@ -19,9 +19,9 @@ def typed(value) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
-def bad(name: str, value, remedy: str) -> UsageError:
+def bad(name: str, value, problem: str) -> UsageError:
     """The error for field ``name``: ``--num-envs 0: must be at least 1``."""
-    return UsageError(f"{flag(name)} {typed(value)}: {remedy}")
+    return UsageError(f"{flag(name)} {typed(value)}: {problem}")
 
 
 def pip_command(group: str, *flags: str) -> str:
@@ -44,8 +44,8 @@ def require_unit_interval(args, *names: str) -> None:
     _require(args, names, lambda value: 0 <= value <= 1, "must be between 0 and 1")
 
 
-def _require(args, names: Iterable[str], holds: Callable[[float], bool], remedy: str) -> None:
+def _require(args, names: Iterable[str], holds: Callable[[float], bool], problem: str) -> None:
     for name in names:
         value = getattr(args, name)
         if value is not None and not holds(value):
-            raise bad(name, value, remedy + ", and finite" * (value == math.inf))
+            raise bad(name, value, problem + ", and finite" * (value == math.inf))

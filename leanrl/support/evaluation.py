@@ -21,7 +21,7 @@ from leanrl.support.cli import read_args_json
 from leanrl.support.envs import EnvBackend, make_envs, require_envpool_env
 from leanrl.support.errors import UsageError
 
-# Games are deterministic: without these, a policy could repeat the same moves for ever.
+# Games are deterministic: without these, a policy could repeat the same moves forever.
 RANDOM_ATARI_ACTIONS = 0.01
 
 # Far from every training environment's index, so that evaluation never repeats a training seed.
@@ -130,7 +130,7 @@ def make_evaluation_envs(
 ) -> VectorEnv:
     """Environments like those of a run with ``args``, Atari games by ``protocol``, with seeds of their own."""
     env_id = args["env_id"]
-    # The other backend's environment of that name draws other random numbers, may differ otherwise, or not exist.
+    # The other backend's environment of that name may differ or not exist, and draws other random numbers.
     backend = "envpool" if protocol is not None else args.get("env_backend", "gymnasium")
     options = {"first_index": EVALUATION_INDEX}
     if rendering:
@@ -152,7 +152,7 @@ def require_video(env_id: str, backend: EnvBackend = "gymnasium") -> EnvBackend:
     """
     if not find_spec("imageio_ffmpeg"):  # imageio itself notices only at the first frame
         raise UsageError("--capture-video: needs a package that is missing; pip install imageio imageio-ffmpeg")
-    backend = drawing_backend(env_id, backend)
+    backend = filming_backend(env_id, backend)
     if backend == "gymnasium" and not os.environ.get("DISPLAY"):  # MuJoCo and pygame read these on import
         os.environ["MUJOCO_GL"] = os.environ.get("MUJOCO_GL") or "egl"
         os.environ["SDL_VIDEODRIVER"] = os.environ.get("SDL_VIDEODRIVER") or "dummy"
@@ -174,7 +174,7 @@ def require_video(env_id: str, backend: EnvBackend = "gymnasium") -> EnvBackend:
     return backend
 
 
-def drawing_backend(env_id: str, backend: EnvBackend) -> EnvBackend:
+def filming_backend(env_id: str, backend: EnvBackend) -> EnvBackend:
     """The backend that films ``env_id``: ``backend`` itself, except that Gymnasium films EnvPool's MuJoCo tasks.
 
     Raises:

@@ -28,15 +28,15 @@ class RunningMoments(nn.Module):
         self.register_buffer("count", torch.full((1,), count, dtype=torch.float64))
 
     def update(self, batch: torch.Tensor) -> None:
-        """Merges ``batch`` [N, size], preferably float64."""
+        """Merges ``batch`` [N, size]."""
         self.add(self.sums(batch, batch.new_ones(len(batch))))
 
-    def sums(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def sums(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """The count of ``x`` [..., size], the sums of its deviations from the mean so far, and those of their squares:
-        [1 + 2 size], float64. ``weights`` [...] are 1 for the vectors that count, else 0."""
+        [1 + 2 size], float64. ``mask`` [...] is 1 for the vectors that count, else 0."""
         # Deviations, to avoid cancellation between large sums.
-        deviations = ((x - self.mean) * weights.unsqueeze(-1)).flatten(0, -2)
-        return torch.cat([weights.sum().double().view(1), deviations.sum(0), deviations.square().sum(0)])
+        deviations = ((x - self.mean) * mask.unsqueeze(-1)).flatten(0, -2)
+        return torch.cat([mask.sum().double().view(1), deviations.sum(0), deviations.square().sum(0)])
 
     def add(self, sums: torch.Tensor) -> None:
         """Merges a batch, given the total of its shards' ``sums``."""
@@ -69,25 +69,25 @@ class RewardNormalizer:
         self.moments = RunningMoments(()).to(device)
         self.discounted = torch.zeros(num_envs, dtype=torch.float64, device=device)
 
-    def __call__(self, rewards: torch.Tensor, terminations: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def __call__(self, rewards: torch.Tensor, terminations: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Normalises rewards and clips them to [-10, 10].
 
         Args:
-            rewards, terminations, weights: [T, N]; weights are 0 where a step only reset its environment, else 1.
+            rewards, terminations, mask: [T, N]; the mask is 0 where a step only reset its environment, else 1.
 
         Returns:
             [T, N], float32
         """
-        rewards, weights = rewards.double(), weights.double()
+        rewards, mask = rewards.double(), mask.double()
         # As in Gymnasium: a termination restarts the discounted return, truncations and resets do not.
-        decays = torch.where(weights > 0, self.gamma * (1.0 - terminations.double()), 1.0)
-        inputs = rewards * weights
+        decays = torch.where(mask > 0, self.gamma * (1.0 - terminations.double()), 1.0)
+        inputs = rewards * mask
         inputs[0] += decays[0] * self.discounted
         returns = linear_recurrence(inputs, decays)
         self.discounted.copy_(returns[-1])
         # Deviations from the old mean, to avoid cancellation between large sums.
-        deviations = (returns - self.moments.mean) * weights
-        counts = self.moments.count + weights.sum(1).cumsum(0)
+        deviations = (returns - self.moments.mean) * mask
+        counts = self.moments.count + mask.sum(1).cumsum(0)
         shifts = deviations.sum(1).cumsum(0) / counts
         variances = (self.moments.var * self.moments.count + (deviations**2).sum(1).cumsum(0)) / counts - shifts**2
         self.moments.mean.add_(shifts[-1])

@@ -14,7 +14,7 @@ def pinned_like(x: torch.Tensor) -> torch.Tensor:
 
 
 class OneGraph:
-    """The function ``advance(timestep_cpu, turns) -> actions``: one graph per pattern of updates, one replay per call.
+    """The function ``advance(timestep_cpu, pattern) -> actions``: one graph per pattern of updates, one replay a call.
 
     A graph copies what the environments returned to the device, writes the transition, trains, acts, and copies the
     actions to pinned memory. Compared with a ``CudaGraphModule`` per function, this saves copies of the inputs, clones
@@ -29,7 +29,8 @@ class OneGraph:
     Args:
         observe: takes a timestep [N, ...] on the device; writes it to the replay.
         updates: takes the arguments of an update, the first of which is whether it trains the actor, and returns the
-            function that runs it. Updates that do not train the actor must not touch what ``act`` reads or writes.
+            function that runs it. Updates that do not train the actor must not write what ``act`` reads, nor touch what
+            it writes.
         act: returns the actions [N, ...].
         device: a CUDA device, where the functions' tensors are.
     """
@@ -41,17 +42,17 @@ class OneGraph:
         self._acting_stream = torch.cuda.Stream(device, priority=URGENT)  # the environments wait for it
         # external: the host can wait for it, while other events only order the graph's nodes.
         self._acted = torch.cuda.Event(external=True)
-        self._graph = cache(lambda turns: Captured(partial(self._step, turns), self._stream))
+        self._graph = cache(lambda pattern: Captured(partial(self._step, pattern), self._stream))
         self._timestep_cpu: torch.Tensor | None = None
         self._actions_cpu: torch.Tensor | None = None
 
-    def __call__(self, timestep_cpu: torch.Tensor, turns: tuple[tuple[bool, ...], ...]) -> torch.Tensor:
+    def __call__(self, timestep_cpu: torch.Tensor, pattern: tuple[tuple[bool, ...], ...]) -> torch.Tensor:
         """One step.
 
         Args:
             timestep_cpu: pinned, and the same tensor on every call, since the graphs read it in place. It may be
                 overwritten once this returns.
-            turns: the arguments of each update.
+            pattern: the arguments of each update, as in ``UpdateSchedule.patterns``.
 
         Returns:
             the actions, in pinned memory that the next call overwrites.
@@ -63,17 +64,17 @@ class OneGraph:
             if self._timestep_cpu is not None or not timestep_cpu.is_pinned():
                 raise ValueError("OneGraph reads one buffer: it must be pinned, and the tensor of the first call")
             self._timestep_cpu, self._timestep = timestep_cpu, timestep_cpu.to(self._device)
-        self._graph(turns)()
+        self._graph(pattern)()
         self._acted.synchronize()
         return self._actions_cpu
 
-    def _step(self, turns: tuple[tuple[bool, ...], ...]) -> None:
+    def _step(self, pattern: tuple[tuple[bool, ...], ...]) -> None:
         self._timestep.copy_(self._timestep_cpu, non_blocking=True)
         self._observe(self._timestep)
         actor_is_ready = self._stream.record_event()
-        for turn in turns:
-            self._updates(*turn)()
-            if turn[0]:
+        for flags in pattern:
+            self._updates(*flags)()
+            if flags[0]:
                 actor_is_ready = self._stream.record_event()
         self._acting_stream.wait_event(actor_is_ready)
         with torch.cuda.stream(self._acting_stream):

@@ -112,7 +112,7 @@ class TimestepBuffer:
 
 
 class LastStep(NamedTuple):
-    """The start of the next transition, kept on the learner's device so that a step can be one compiled function."""
+    """The transition under way, kept on the learner's device so that a step can be one compiled function."""
 
     obs: torch.Tensor  # [N, obs_dim]
     actions: torch.Tensor  # [N, action_dim] chosen for obs

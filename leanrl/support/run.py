@@ -32,7 +32,7 @@ from leanrl.support.tracking import Tracker
 
 # Attributes of Run that checkpoints hold, and the flags and attributes in summary.json.
 COUNTERS = "optimizer_steps", "episodes", "last_returns", "new_returns", "new_lengths", "sps_before"
-COUNTERS += "wall_seconds", "training_seconds"
+COUNTERS += "warmup_seconds", "snapshots_due", "wall_seconds", "training_seconds"
 SUMMARY_FLAGS = "env_id", "seed", "num_envs", "compile", "cudagraphs", "one_graph"
 SUMMARY_RESULTS = "global_step", "optimizer_steps", "episodes", "episodic_return", "wall_seconds", "warmup_seconds"
 VERSIONED_PACKAGES = ("torch", "tensordict", "numpy", "gymnasium", "envpool", "mujoco")
@@ -164,7 +164,7 @@ class Run:
         self._clock_start: tuple[float, int] | None = None
         self.sps_before = 0.0
         self._stop = StopRequest()
-        self._snapshots_due = 0
+        self.snapshots_due = 0
         self.model: Callable[[], dict] | None = None
 
         if args.resume is not None:
@@ -324,7 +324,7 @@ class Run:
         """Writes a log point at ``global_step``: ``metrics``, speed, and the episodes finished since the last one.
 
         Raises:
-            RuntimeError: a loss is not finite.
+            RuntimeError: a loss is not finite, or a ratio of policies is not (its gradient is NaN).
         """
         sps = self.sps()
         point = {"charts/SPS": sps, "charts/wall_seconds": self.wall_seconds}
@@ -337,11 +337,11 @@ class Run:
         self._tracker.log(self.global_step, point)
         self._last_log = self.global_step
         for key, value in metrics.items():
-            if key.endswith("_loss") and not math.isfinite(value):
+            if key.endswith(("_loss", "approx_kl")) and not math.isfinite(value):
                 raise RuntimeError(f"training diverged: {key} is {value} at step {self.global_step}")
         every = self.args.snapshot_seconds
-        if every is not None and self.wall_seconds // every > self._snapshots_due:
-            self._snapshots_due = self.wall_seconds // every
+        if every is not None and self.wall_seconds // every > self.snapshots_due:
+            self.snapshots_due = self.wall_seconds // every
             self._save_snapshot()
         recent = "-" if self.episodic_return is None else f"{self.episodic_return:.1f}"
         self._progress.set_postfix_str(f"return {recent}, {sps:,.0f} sps", refresh=False)

@@ -39,12 +39,12 @@ class UpdateSchedule:
             sequences with one tuple per update: for each frequency, whether its work is due.
         """
         mean = Fraction(self.num_envs * self.updates, self.steps)
-        # The step that reaches ``starts`` owes nothing, or fewer updates than usual if it goes beyond.
+        # The first step to reach ``starts`` owes no update, or fewer than usual if it goes beyond.
         first = max(1, math.ceil(self.starts / self.num_envs)) * self.num_envs
         counts = {0, self.due(first), math.floor(mean), math.ceil(mean)}
         period = math.lcm(*frequencies)
-        turns = [tuple(n % frequency == 0 for frequency in frequencies) for n in range(period + max(counts))]
-        return {tuple(turns[start : start + n]) for n in counts for start in range(period)}
+        flags = [tuple(n % frequency == 0 for frequency in frequencies) for n in range(period + max(counts))]
+        return {tuple(flags[start : start + n]) for n in counts for start in range(period)}
 
     def owed(self, global_step: int) -> int:
         """Updates from the start of the run to ``global_step`` environment steps."""

@@ -69,7 +69,7 @@ def sync_envs(env_id: str, num_envs: int, seed: int, *_, **__) -> gym.vector.Vec
 
 def wrapped_envs(*args, make_envs=ppo.make_envs, **kwargs) -> gym.vector.VectorEnv:
     """Environments normalised by Gymnasium's wrappers, as in the reference."""
-    return ppo_reference.wrap_envs(make_envs(*args, **kwargs), gamma=ppo.Args.gamma)
+    return ppo_reference.wrap_envs(make_envs(*args, **kwargs), gamma=ppo.Args.gamma)[0]
 
 
 def gae_by_loop(rewards, values, terminations, dones, gamma, gae_lambda) -> torch.Tensor:
@@ -103,7 +103,7 @@ WRAPPERS = (
 )
 ALL_CORES = (patch.object(torch, "set_num_threads", lambda number: None),)
 TWO_PRODUCTS = (patch.object(TwinLinear, "forward", two_products),)
-MKL = (patch.object(devices, "use_onednn_products", lambda: None),)
+MKL = (patch.object(devices, "use_onednn_matmuls", lambda: None),)
 GIVEN_BACK = (patch.object(atari, "keep_freed_memory", lambda: None),)
 
 

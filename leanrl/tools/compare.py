@@ -1,7 +1,7 @@
 """Compares training scripts in any modes, and other libraries: one table, one picture, one JSON file.
 
 A contender is SCRIPT[:MODE], or a peer such as sb3:PPO (Stable-Baselines3) or sbx:SAC, which has the hyperparameters of
-our eager reference and takes its flags. Flags of one contender go into its quotes, flags of all after --.
+our eager reference and takes its flags. A contender's own flags go inside its quotes, flags for all after --.
 
 Every run is a process of its own, one at a time. The order reverses from seed to seed, and ratios are taken within a
 seed. Speed is environment steps per second of wall clock after warm-up, measured by the same code for all. Returns are
@@ -219,7 +219,7 @@ def render_table(rows: Sequence[dict], sweep: str | None = None) -> str:
     table = common.markdown_table([*columns], [*zip(*columns.values(), strict=True)])
     legend = (
         "sps: environment steps per second after warm-up; return: mean of the last 100 training episodes at the last "
-        "step that all have reached; peak MB: RAM that the run held at most."
+        "step that all have reached; peak MB: the run's peak RAM."
     )
     if several:
         legend += "\nReturns: mean ± standard deviation over rounds; all else: medians (of the ratios within a round)."

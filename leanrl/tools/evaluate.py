@@ -2,7 +2,7 @@
 
 A run saves its model if it is trained with --save-model. The same seed gives the same returns. A model trained on
 EnvPool is played there, except that MuJoCo with --capture-video is played in Gymnasium. Actions are the mean or best
-ones; on Atari 1 in 100 is random, since a game repeats itself exactly, and the same best moves can go on for ever. The
+ones; on Atari 1 in 100 is random, since a game repeats itself exactly, and the same best moves can go on forever. The
 return of an Atari game is the score of the whole game, over all lives.
 
     python -m leanrl.tools.evaluate runs/Hopper-v5__ppo_continuous_action__1__1700000000
@@ -36,7 +36,7 @@ class Args:
     capture_video: bool = False
     """write the first episode of each model as mp4 into its run directory"""
     sticky: bool = False
-    """Atari: the console repeats the last action with probability 0.25"""
+    """Atari: sticky actions, which repeat the last one with probability 0.25"""
 
 
 def main(args: Args) -> int:

@@ -75,7 +75,7 @@ UPSTREAM_LEARNING = f"{LEARNING} --measure-burnin=500 --total-timesteps=10000"
 
 
 def pair(reference: str, flags: str = "", upstream_flags: str = "", *others: str) -> Algorithm:
-    """An eager reference, every mode of its fast variant, and the variant in ``others``, modes with flags."""
+    """The eager reference, its fast variant in every mode, and in ``others``, which are modes with flags."""
     fast = f"{reference}_torchcompile"
     return Algorithm((reference, fast, *(f"{fast}:{other}" for other in others)), flags, upstream_flags)
 
@@ -226,11 +226,11 @@ def turns_of(contenders: dict[Name, list[Contender]], rounds: int) -> list[tuple
     return sorted(turns, key=lambda turn: (turn[2], not counts_most(turn[1])))
 
 
-def record_of(trials: list[Trial], contenders: list[Contender], device: torch.device) -> dict:
+def record_of(results: list[Trial], contenders: list[Contender], device: torch.device) -> dict:
     """compare's record of the runs so far; ratios are over LeanRL's own script, or over our reference without it."""
-    ran = {trial.label for trial in trials}
+    ran = {trial.label for trial in results}
     labels = [contender.label for contender in contenders if contender.label in ran]
-    return compare.make_record("gpu", trials, {None: labels}, device)
+    return compare.make_record("gpu", results, {None: labels}, device)
 
 
 def run_upstream(contender: Contender, seed: int, runs_dir: Path, deadline: Deadline) -> Trial:

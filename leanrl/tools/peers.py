@@ -27,7 +27,7 @@ that mean something else to a peer are refused):
   after every 5 steps, where ours have one after every second or third. A run ends after a whole round.
 - SAC: SB3 has one learning rate, here policy_lr. SBX has q_lr for the critics and policy_lr for the entropy
   coefficient, where ours has q_lr. Both train the actor in every update; ours trains it policy_frequency times in every
-  policy_frequency-th update, so as often. Their loss of the entropy coefficient is -log(alpha) * (log_pi + target) on
+  policy_frequency-th update, so as often. Their loss for the entropy coefficient is -log(alpha) * (log_pi + target) on
   the actions that trained the actor; ours is -alpha * (log_pi + target) on newly sampled actions, which takes one more
   pass through the actor. They halve the squared error of the critics (a factor that Adam divides out), and clip log_std
   to [-20, 2]; ours squashes it into [-5, 2].

@@ -1,4 +1,4 @@
-"""Predicts the speed of distributed layouts from measured pieces, names their bottlenecks, and recommends one.
+"""Predicts the speed of distributed layouts from measured parts, names their bottlenecks, and recommends one.
 
 Short runs of the script on this machine, at two sizes, measure a rollout of one actor thread (inference and emulation),
 an update of one learner and of two at a time, and their gradient sums. Straight lines through these give the time of
@@ -58,9 +58,9 @@ class Args(common.OutArgs):
     repeats: int = 3
     """measured iterations of each run; the median counts"""
     nvlink_gbytes: float = 200.0
-    """10**9 bytes a second between the GPUs of a machine"""
+    """GB/s between the GPUs of a machine"""
     network_gbytes: float = 10.0
-    """10**9 bytes a second between machines"""
+    """GB/s between machines"""
     script_args: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="-- FLAGS")] = ()
     """flags of the script"""
 
@@ -145,9 +145,11 @@ def predict(text: str, parts: LayoutParts, script_args, cores: int, machines: in
     work = (num_threads * play.cores + num_learners * update.cores) / cores
     learning = updating + reduction + publishing
     whole = rollout + travel + learning
-    if script_args.policy_lag != 0 and not set(actors) & set(learners):
-        whole = max(rollout, travel, learning, work)
-    elif script_args.policy_lag != 0 and script_args.device == "cpu":
+    apart = not set(actors) & set(learners)
+    if script_args.policy_lag not in (0, "newest") and apart:
+        # NCCL sends one message after the other: parameters wait for the next rollout.
+        whole = max(rollout + travel if script_args.device != "cpu" else max(rollout, travel), learning, work)
+    elif script_args.policy_lag != 0 and (apart or script_args.device == "cpu"):
         whole = max(rollout, travel + learning, work)
     slowest = max(seconds, key=seconds.get)
     if slowest == "rollout":

@@ -254,9 +254,9 @@ def warn_of_weaknesses(groups: Groups) -> None:
     for (env_id, label), curves in groups.items():
         name = f"{env_id}, {label}"
         if len(curves) < 3:
-            warn(f"{name}: only {len(curves)} of at least 3 seeds, its interval means little")
+            warn(f"{name}: only {len(curves)} of at least 3 seeds; its interval means little")
         if len({curve["seed"].iloc[0] for curve in curves}) < len(curves):
-            warn(f"{name}: some seeds are there more than once")
+            warn(f"{name}: some seeds appear more than once")
         args = [curve["args"].iloc[0] for curve in curves]
         keys = set(args[0]).intersection(*args) - bookkeeping
         differing = sorted(key for key in keys if any(other[key] != args[0][key] for other in args))

@@ -349,7 +349,7 @@ def draw(record: dict):
 
 
 class Cost(NamedTuple):
-    """Wall-clock seconds of a piece of work run alone, and its core-seconds; for a rollout, also its two pieces."""
+    """Wall-clock seconds of a piece of work run alone, and its core-seconds; for a rollout, also its two parts."""
 
     wall: float
     cores: float
@@ -371,7 +371,7 @@ def cost_of(num_envs: int, measured: Measured) -> Cost:
 
 @dataclass(frozen=True)
 class LayoutParts:
-    """The measured pieces of which layouts of actors and learners are made."""
+    """The measured parts of which layouts of actors and learners are made."""
 
     rollout: Measured
     """of one actor thread, by its number of environments"""
@@ -395,13 +395,13 @@ class LayoutParts:
 def measure_layouts(
     script: str, flags: Sequence[str], args, device: torch.device, num_envs: int, repeats: int, nvlink_gbytes: float
 ) -> LayoutParts:
-    """Measures the pieces with short runs of a distributed script, each at two sizes.
+    """Measures the parts with short runs of a distributed script, each at two sizes.
 
     Args:
         flags: of the script; ``args`` were parsed from them.
         num_envs: environments of a learner, divisible into its minibatches; the other size is twice as many.
         repeats: measured iterations; the median counts.
-        nvlink_gbytes: 10**9 bytes a second between GPUs; neither it nor LOOPBACK is measured.
+        nvlink_gbytes: GB/s between GPUs; neither it nor LOOPBACK is measured.
 
     Raises:
         SystemExit: a run failed.

@@ -63,7 +63,7 @@ class Args(common.OutArgs):
 
 
 class Run(NamedTuple):
-    """What a table says of one run."""
+    """One run: what sets it apart from the others."""
 
     script: str
     layout: str
@@ -131,10 +131,10 @@ def compare_script(script: str, lag: int, args: Args, folder: Path) -> list[dict
         one = execute(Run(script, layout, lag, False, 1), args, folder)
         if layout == args.layouts[0]:
             first_exact, first_one = exact, one
-        close = difference(one, first_one)
+        apart = difference(one, first_one)
         row = {"script": script, "lag": lag, "layout": layout, "fingerprint": fingerprint(exact)}
-        row |= {"equal": fingerprint(exact) == fingerprint(first_exact), "difference": close}
-        rows.append({**row, "close": close <= TOLERANCE})
+        row |= {"equal": fingerprint(exact) == fingerprint(first_exact), "difference": apart}
+        rows.append({**row, "close": apart <= TOLERANCE})
         print(f"{script}, lag {lag}, {layout}: {row['fingerprint']}", flush=True)
     twice = [execute(Run(script, layout, lag, False, args.updates, repeat), args, folder) for repeat in (0, 1)]
     rows[-1]["repeatable"] = len({*map(fingerprint, twice)}) == 1

@@ -79,7 +79,7 @@ TASKS = {
     "cheetah-run": Task("CheetahRun-v1", 700, f"{FAST_SAC} --v-min -10 --v-max 100", 150),
     "hopper": Task("Hopper-v5", 2_500, PPO, 20),
     "pong": Task("Pong-v5", 18, f"{PPO_ATARI} --channels 8 --gamma 0.97 --total-timesteps 1200000", 200),
-    "breakout": Task("Breakout-v5", 100, f"{PPO_ATARI} --channels 16 --update-epochs 2 --total-timesteps 2500000", 750),
+    "breakout": Task("Breakout-v5", 100, f"{PPO_ATARI} --channels 16 --update-epochs 2 --total-timesteps 2000000", 750),
 }
 
 

@@ -157,9 +157,9 @@ def parse_entry(entry: str, name: str) -> tuple[str, list[str]]:
 
 def lack(mode: str, device: torch.device) -> str | None:
     """Why this machine cannot run that mode on ``device``, with the remedy; None if it can."""
-    levers = {flag.removeprefix("--").replace("-", "_"): True for flag in flags_of(mode)}
+    switches = {flag.removeprefix("--").replace("-", "_"): True for flag in flags_of(mode)}
     try:
-        resolve_device(SimpleNamespace(device=str(device), **levers))
+        resolve_device(SimpleNamespace(device=str(device), **switches))
     except UsageError as error:
         return str(error)
     return None
@@ -391,8 +391,8 @@ def run_groups(name: str, command: Sequence[str], num_groups: int) -> None:
             own = {"SLURM_PROCID": str(number), "CUDA_VISIBLE_DEVICES": ",".join(gpus[number * share :][:share])}
             tasks.append(subprocess.Popen(command, env={**environ, **own}, stdout=subprocess.DEVNULL, process_group=0))
             started.callback(stop, tasks[-1])
-        codes = [task.wait() for task in tasks]
-    if code := max(map(abs, codes)):
+        code = abs(next(filter(None, (task.wait() for task in tasks)), 0))
+    if code:
         print(f"{name}: ended with exit code {code}", file=sys.stderr)
         raise SystemExit(code)
 
@@ -418,7 +418,7 @@ def peak_memory_mb(pid: int) -> float | None:
 
 
 def stop(child: subprocess.Popen) -> None:
-    """Asks a child to stop and waits, but not for long or beyond another signal; kills it then, and all it started."""
+    """Asks a child to stop, waits for up to STOP_SECONDS or until another signal, then kills it and all it started."""
     child.terminate()
     try:
         with suppress(subprocess.TimeoutExpired):
