@@ -47,6 +47,7 @@ PATIENCE = 3
 """A run is stopped after this many times the expected time."""
 OWN_FLAGS = {*trials.RESERVED_FLAGS, "--env-id", "--max-seconds", "--snapshot-seconds"} - {"--total-timesteps"}
 """Flags of the scripts that this tool sets; the number of steps of a schedule is the contender's own choice."""
+RECORDS = Path(__file__).parents[2] / "doc" / "benchmarks" / "speedruns"
 
 
 class Task(NamedTuple):
@@ -132,6 +133,9 @@ def main(args: Args) -> int:
     )
     final = record()
     text = f"{task.env_id} to {task.target:,}, {common.describe_machine(final['machine'])}\n\n{render_table(final)}"
+    if recorded := trials.read_json(RECORDS / f"{args.task.replace('-', '_')}.json"):
+        times = ", ".join(f"{minutes(run)} ({run['cache']})" for run in recorded["runs"] if "holder" in run["label"])
+        text += f"\n\nThe record, on {common.describe_machine(recorded['machine'])}: {times}"
     common.write_results(out, "speedrun", final, text, draw(final))
     return 130 if len(ended) < len(turns) else int(any(run["failure"] for run in runs))
 
