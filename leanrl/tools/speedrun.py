@@ -257,7 +257,7 @@ def draw(*records: dict):
     for place, (record, cache) in enumerate(panels, 1):
         axes = figure.add_subplot(rows, columns, place)
         holder, *others = dict.fromkeys(run["label"] for run in record["runs"])
-        colors = dict(zip((holder, *others), common.colors_of([record["holder"], *others]).values(), strict=True))
+        colors = {holder: "black", **common.colors_of(others)}  # contenders have their usual colours
         styles = {label: "-" if label == holder else "--" for label in colors}
         for run in (run for run in record["runs"] if run["cache"] == cache):
             points = [(snapshot["seconds"], statistics.fmean(snapshot["returns"])) for snapshot in run["snapshots"]]
@@ -267,10 +267,11 @@ def draw(*records: dict):
         axes.set(xlabel="seconds of wall clock since the process started", ylabel="mean return", xlim=(0, None))
         lines = [axes.plot([], [], styles[label], color=color)[0] for label, color in colors.items()]
         # Beneath the curves; a name that is longer is whole in the table.
-        axes.legend(lines, [f"{name:.70}" for name in colors], fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.17))
+        names = [name[:70] + " ..." * (len(name) > 70) for name in colors]
+        axes.legend(lines, names, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.17))
         common.clean(axes)
     machines = dict.fromkeys(common.describe_machine(record["machine"]) for record in records)
-    figure.suptitle("\n".join(["Evaluations until two reach the target", *machines]), fontsize=9)
+    figure.suptitle("\n".join(["Snapshots' returns until two reach the target (dotted)", *machines]), fontsize=9)
     return figure
 
 
