@@ -226,7 +226,7 @@ def random_columns(newlogprobs, newvalues):
 
 
 def slow_losses(outputs, batch, args):
-    """https://arxiv.org/abs/1707.06347, equations 7 and 9, row for row, over the rows of weight 1."""
+    """https://arxiv.org/abs/1707.06347, equations 7 and 9, row for row, over the rows where the mask is 1."""
     rows = [i for i in range(len(batch.mask)) if batch.mask[i] == 1]
     advantages = {i: batch.advantages[i] for i in rows}
     if args.norm_adv:

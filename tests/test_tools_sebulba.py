@@ -184,17 +184,17 @@ def test_a_plan_knows_that_learners_disturb_each_other():
 
 
 def test_a_plan_knows_the_cores_and_the_lag():
-    assert predicted("a0-l0,1-d1", cores=2).seconds["update"] == pytest.approx(2.0)
-    assert predicted("a0-l0,1-d1", cores=1).seconds["update"] == pytest.approx(4.0)
-    assert predicted("a0-l0-d1", policy_lag=1).sps == pytest.approx(48 * 128 / 4.0)
-    assert predicted("a0-l0-d1", policy_lag="newest").sps == pytest.approx(48 * 128 / 4.0)
+    assert [predicted("a0-l0,1-d1", cores=n).seconds["update"] for n in (2, 1)] == pytest.approx([2.0, 4.0])
+    plans = [predicted(layout, policy_lag=lag) for layout in ("a0-l0-d1", "a0-l1-d1") for lag in (1, "newest")]
+    assert [48 * 128 / plan.sps for plan in plans] == pytest.approx([4.0, 4.0, 5.0, 5.48])
     assert predicted("a0-l0-d1", policy_lag=1, cores=1).sps == pytest.approx(48 * 128 / 5.0)
     # Rollouts travel beside the update, unless a device that sends some learns.
-    assert predicted("a0-l1-d1", policy_lag=1).sps == pytest.approx(48 * 128 / 5.0)
+    large = {"parts": replace(PARTS, rollout_bytes=100_000), "policy_lag": 1}
+    plans = [predicted("a0-l1-d1", **large, device=device) for device in ("cpu", "cuda")]
+    assert [48 * 128 / plan.sps for plan in plans] == pytest.approx([5.0, 5.8])
     assert predicted("a0-l0,1-d1", policy_lag=1).sps == pytest.approx(48 * 128 / 2.44)
     # Twice the machines: twice the speed, less what the sums take.
-    one, four = predicted("a0-l0-d1"), predicted("a0-l0-d4", machines=4)
-    assert 3.5 < four.sps / one.sps < 4
+    assert 3.5 < predicted("a0-l0-d4", machines=4).sps / predicted("a0-l0-d1").sps < 4
 
 
 def test_a_plan_of_other_numbers_of_environments():

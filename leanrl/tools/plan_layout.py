@@ -148,7 +148,7 @@ def predict(text: str, parts: LayoutParts, script_args, cores: int, machines: in
     apart = not set(actors) & set(learners)
     if script_args.policy_lag not in (0, "newest") and apart:
         # NCCL sends one message after the other: parameters wait for the next rollout.
-        whole = max(rollout + travel if script_args.device != "cpu" else max(rollout, travel), learning, work)
+        whole = max(rollout + travel * (script_args.device != "cpu"), travel, learning, work)
     elif script_args.policy_lag != 0 and (apart or script_args.device == "cpu"):
         whole = max(rollout, travel + learning, work)
     slowest = max(seconds, key=seconds.get)
