@@ -1,10 +1,10 @@
-"""The two files of a pair are one program: what both define has the same words."""
+"""The two files of a pair are one program: what both define has the same words, and both make the same run."""
 
 import importlib
 import inspect
 
 import pytest
-from scripts import REFERENCES
+from scripts import OFF_POLICY_REFERENCES, REFERENCES, course, run_tiny
 
 # Of the reference alone: Gymnasium's wrappers, and acting.
 OWN = {"wrap_envs", "rms_state", "load_rms_state", "policy_step", "act"}
@@ -32,3 +32,15 @@ def test_a_pair_is_one_program(script):
     common = constants[0].keys() & constants[1].keys()
     assert [constants[0][name] for name in common] == [constants[1][name] for name in common]
     assert all(list(inspect.signature(module.main).parameters) == ["args"] for module in modules)
+
+
+@pytest.mark.parametrize("script", [*OFF_POLICY_REFERENCES, "pqn", "pqn_atari_envpool"])
+@pytest.mark.parametrize("mode", [[], pytest.param(["--compile"], marks=pytest.mark.long)], ids=["eager", "compile"])
+def test_both_make_the_same_run(script, mode, tmp_path):
+    """Apart from rounding, which decides none of PQN's actions here: all are random, and the same."""
+    flags = ["--num-envs=2", "--total-timesteps=512", *(["--start-e=1", "--end-e=1"] if "pqn" in script else [])]
+    theirs = course(run_tiny(script, tmp_path, *flags, name="plain"))
+    ours = course(run_tiny(f"{script}_torchcompile", tmp_path, *flags, *mode, name="quick"))
+    assert len(ours) >= 4 and [row.keys() for row in ours] == [row.keys() for row in theirs]
+    for our_row, their_row in zip(ours, theirs, strict=True):
+        assert our_row == pytest.approx(their_row, rel=1e-3)

@@ -1,26 +1,11 @@
-"""PQN: the fast variant makes the run that the reference makes."""
+"""PQN: the fast variant acts as the reference does."""
 
 import pytest
 import torch
-from scripts import course, run_tiny
 from test_on_policy_equality import NUM_ACTIONS, OBS_DIM, in_every_mode, make_side, mode_args
 
 import leanrl.pqn_torchcompile as fast
 from leanrl.support.optim import Adam
-
-COMPILED = pytest.param("pqn", ["--compile"], marks=pytest.mark.long)
-
-
-@pytest.mark.parametrize("script, mode", [("pqn", []), COMPILED, ("pqn_atari_envpool", [])])
-def test_both_make_the_same_run(script, mode, tmp_path):
-    """Apart from rounding, which decides no action here: all are random, and the same."""
-    sizes = ["--total-timesteps=256"] if "atari" in script else ["--num-envs=2", "--total-timesteps=1280"]
-    flags = [*sizes, "--start-e=1", "--end-e=1"]
-    theirs = course(run_tiny(script, tmp_path, *flags, name="plain"))
-    ours = course(run_tiny(f"{script}_torchcompile", tmp_path, *flags, *mode, name="quick"))
-    assert len(ours) >= 4 and [row.keys() for row in ours] == [row.keys() for row in theirs]
-    for our_row, their_row in zip(ours, theirs, strict=True):
-        assert our_row == pytest.approx(their_row, rel=1e-3)
 
 
 @pytest.mark.parametrize("num_envs", [1, 5, 40])

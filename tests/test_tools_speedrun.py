@@ -42,9 +42,10 @@ def test_table_and_picture():
     runs = [{**run, "snapshots": snapshots(*range(run["seed"]))} for run in runs]
     machine = {"device_name": "a machine", "cpu_cores": 2, "versions": {"torch": "2"}}
     record = {"runs": runs, "holder": "a:compile", "env_id": "CartPole-v1", "target": 475, "machine": machine}
-    axes, _, _ = draw(record, record, record).axes  # no panel is empty
+    others = ({**record, "target": target} for target in (400, 300))
+    axes, _, _ = draw(record, record, *others).axes  # no panel is empty
     *curves, target = (line for line in axes.lines if len(line.get_xdata()))
-    assert len(curves) == len(runs) and list(target.get_ydata()) == [475, 475]
+    assert len(curves) == 2 * len(runs) and list(target.get_ydata()) == [475, 475]
     assert list(curves[2].get_xdata()) == [10, 20, 30] and list(curves[2].get_ydata()) == [0, 1, 2]
 
 

@@ -19,6 +19,7 @@ ten iterations).
 
 import re
 import sys
+import time
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -137,7 +138,7 @@ def examine(args: Args, device: torch.device) -> int:
     contenders = {name: measured_contenders(name, device, args.leanrl) for name in args.algorithms}
     out = common.results_folder(args, "gpu")
     checks = {row["check"]: row for row in trials.earlier_record(out, "gpu", device).get("checks", ())}
-    end = Deadline.within(args.seconds)
+    end = Deadline(time.monotonic() + args.seconds)
 
     def write_checks() -> None:
         record = {**common.benchmark_record("gpu", device), "checks": [*checks.values()]}

@@ -330,8 +330,7 @@ def draw(groups: Groups, bands: dict[str, dict[tuple[str, str], Band]], caption:
         axes.set_xlim(left=0)
         if not on_clock:
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    lines = [handles[label] for label in labels]
-    figure.legend(lines, labels, loc="outside lower center", frameon=False, title=caption)
+    figure.legend(handles.values(), handles, loc="outside lower center", frameon=False, title=caption)
     return figure
 
 

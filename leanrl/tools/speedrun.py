@@ -168,7 +168,7 @@ def timed(task: Task, variables: dict[str, str], contender: trials.Contender, se
     """One run and the scores of its snapshots, as a dictionary for the JSON file; times are seconds since its start."""
     limit = PATIENCE * task.seconds
     start = time.time()
-    trial = trials.run_trial(contender, seed, runs_dir, trials.Deadline.within(limit), **variables)
+    trial = trials.run_trial(contender, seed, runs_dir, trials.Deadline(time.monotonic() + limit), **variables)
     ended = time.time() - start
     failure = None if ended >= limit else trial.failure
     snapshots = [] if failure else evaluate(contender, Path(trial.run_dir), start, limit, task.target)
@@ -250,22 +250,24 @@ def render_table(record: dict) -> str:
 
 
 def draw(*records: dict):
-    """The figure: evaluated return against wall clock, a line per run, a panel per task and cache."""
-    panels = [(record, cache) for record in records for cache in dict.fromkeys(run["cache"] for run in record["runs"])]
+    """The figure: evaluated return against wall clock, a panel per task and cache, a line per run."""
+    panels: dict[tuple, list[dict]] = {}
+    for record in records:
+        for run in record["runs"]:
+            panels.setdefault((record["env_id"], record["target"], run["cache"]), []).append(run)
     rows, columns = math.ceil(len(panels) / 2), min(2, len(panels))
     figure = common.new_figure(5.5 * columns, 4.4 * rows)
-    for place, (record, cache) in enumerate(panels, 1):
+    for place, ((env_id, target, cache), runs) in enumerate(panels.items(), 1):
         axes = figure.add_subplot(rows, columns, place)
-        holder, *others = dict.fromkeys(run["label"] for run in record["runs"])
+        holder, *others = dict.fromkeys(run["label"] for run in runs)
         colors = {holder: "black", **common.colors_of(others)}  # contenders have their usual colours
-        styles = {label: "-" if label == holder else "--" for label in colors}
-        for run in (run for run in record["runs"] if run["cache"] == cache):
+        for run in runs:
             points = [(snapshot["seconds"], statistics.fmean(snapshot["returns"])) for snapshot in run["snapshots"]]
-            axes.plot(*np.reshape(points, (-1, 2)).T, f".{styles[run['label']]}", color=colors[run["label"]])
-        axes.axhline(record["target"], color="black", linestyle=":", linewidth=1)
-        axes.set_title(f"{record['env_id']} to {record['target']:,}, {cache} cache", loc="left")
+            axes.plot(*np.reshape(points, (-1, 2)).T, ".-", color=colors[run["label"]])
+        axes.axhline(target, color="black", linestyle=":", linewidth=1)
+        axes.set_title(f"{env_id} to {target:,}, {cache} cache", loc="left")
         axes.set(xlabel="seconds of wall clock since the process started", ylabel="mean return", xlim=(0, None))
-        lines = [axes.plot([], [], styles[label], color=color)[0] for label, color in colors.items()]
+        lines = [axes.plot([], [], color=color)[0] for color in colors.values()]
         # Beneath the curves; a name that is longer is whole in the table.
         names = [name[:70] + " ..." * (len(name) > 70) for name in colors]
         axes.legend(lines, names, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.17))

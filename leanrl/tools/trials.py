@@ -60,11 +60,6 @@ class Deadline:
 
     at: float
 
-    @classmethod
-    def within(cls, seconds: float) -> "Deadline":
-        """``seconds`` from now."""
-        return cls(time.monotonic() + seconds)
-
     @property
     def seconds_left(self) -> float:
         """Below 0 once it has passed."""
