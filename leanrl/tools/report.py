@@ -230,7 +230,8 @@ def render(marker: str, root: Path, page: Path) -> tuple[str, dict[str, dict]]:
         source = f"Measured at {', '.join(commits)}" if commits else "Raw curves"
         if not is_headline:
             links = (f"[{Path(name).name}]({os.path.relpath(root / RESULTS / name, page.parent)})" for name in names)
-            source = f"{source}{machine_of(records[0])}: {', '.join(links)}"
+            machines = dict.fromkeys(map(machine_of, records))
+            source = f"{source}{' and'.join(machines)}: {', '.join(links)}"
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UsageError(f"{page}: report: {marker}: {type(error).__name__}: {error}") from None
     text = "\n\n".join([*tables, source])
@@ -244,13 +245,12 @@ def machine_of(record: dict) -> str:
 
 
 def selected(records: list[dict], fields: dict[str, str]) -> dict:
-    """The first record, with the curves of all, and the rows of all whose ``field`` is one of ``value,value``."""
-    rows = [row for record in records for row in record.get("rows", [])]
-    curves = [curve for record in records for curve in record.get("curves", [])]
-    if curves:
-        return {"curves": curves, **fields}
-    chosen = [row for row in rows if all(row[key] in of.split(",") for key, of in fields.items())]
-    return records[0] | {"rows": chosen}
+    """The first record, with the curves, runs and rows of all; only rows whose ``field`` is one of ``value,value``."""
+    joined = {key: [x for record in records for x in record.get(key, [])] for key in ("rows", "curves", "runs")}
+    if joined["curves"]:
+        return {**joined, **fields}
+    chosen = [row for row in joined["rows"] if all(row[key] in of.split(",") for key, of in fields.items())]
+    return records[0] | joined | {"rows": chosen}
 
 
 # ------------------------------------------------------------------------------------------------------------ COMMITS
