@@ -230,8 +230,8 @@ def render(marker: str, root: Path, page: Path) -> tuple[str, dict[str, dict]]:
         source = f"Measured at {', '.join(commits)}" if commits else "Raw curves"
         if not is_headline:
             links = (f"[{Path(name).name}]({os.path.relpath(root / RESULTS / name, page.parent)})" for name in names)
-            machines = dict.fromkeys(map(machine_of, records))
-            source = f"{source}{' and'.join(machines)}: {', '.join(links)}"
+            machines = {machine_of(record) for record in records}
+            source = f"{source}{machines.pop() if len(machines) == 1 else ''}: {', '.join(links)}"
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UsageError(f"{page}: report: {marker}: {type(error).__name__}: {error}") from None
     text = "\n\n".join([*tables, source])
