@@ -38,7 +38,8 @@ def test_a_pair_is_one_program(script):
 @pytest.mark.parametrize("mode", [[], pytest.param(["--compile"], marks=pytest.mark.long)], ids=["eager", "compile"])
 def test_both_make_the_same_run(script, mode, tmp_path):
     """Apart from rounding, which decides none of PQN's actions here: all are random, and the same."""
-    flags = ["--num-envs=2", "--total-timesteps=512", *(["--start-e=1", "--end-e=1"] if "pqn" in script else [])]
+    flags = ["--num-envs=4", f"--total-timesteps={2560 if script == 'pqn' else 512}"]
+    flags += ["--start-e=1", "--end-e=1"] * ("pqn" in script)
     theirs = course(run_tiny(script, tmp_path, *flags, name="plain"))
     ours = course(run_tiny(f"{script}_torchcompile", tmp_path, *flags, *mode, name="quick"))
     assert len(ours) >= 4 and [row.keys() for row in ours] == [row.keys() for row in theirs]

@@ -136,7 +136,7 @@ def test_other_results_are_not_gone_on_with(commit, reason, on_cpu, tmp_path, mo
 def test_the_speed_of_another_script_is_the_last_that_it_prints(shown, sps, tmp_path):
     code = f"import os, sys; sys.stderr.write('{shown}'); assert os.environ['WANDB_MODE'] == 'disabled'"
     contender = Contender(f"leanrl:{FAST}", (sys.executable, "-c", code))
-    trial = gpu.run_upstream(contender, 2, tmp_path, Deadline(float("inf")))
+    trial = gpu.run_upstream(contender, 2, tmp_path, Deadline(gpu.time.monotonic() + 60))
     assert trial.command[-1] == "--seed=2" and trial.summary.get("sps") == sps and bool(trial.failure) == (sps is None)
     numbers = {"sps": 1624.5, "warmup_seconds": 1.0, "global_step": 96, "interrupted": False}
     contenders = [contender, Contender(FAST, ()), Contender("not yet run", ())]
