@@ -41,8 +41,7 @@ from leanrl.support.tracking import read_metrics
 
 
 def last_step(run_dir):
-    rows = read_metrics(run_dir)
-    return rows[-1]["global_step"] if rows else 0
+    return max((row["global_step"] for row in read_metrics(run_dir)), default=0)
 
 
 def assert_same_course(run_dir, uninterrupted):
@@ -89,15 +88,16 @@ def test_interrupted_runs_come_to_the_same_end(script, finished_run, tmp_path, c
     assert_same_course(run_dir, finished_run)
 
 
-# As processes: one of each kind, and one whose environments are threads.
-SIGNALS = {KINDS[0]: [signal.SIGUSR1, signal.SIGINT], KINDS[1]: [signal.SIGTERM]}
-SIGNALS |= {"ppo_atari_envpool_torchcompile": [signal.SIGTERM]}
+# As processes: one of each kind, and two whose environments are threads.
+THREADED = ["ppo_atari_envpool_torchcompile", "fast_sac_torchcompile --env-backend=envpool"]
+SIGNALS = {KINDS[0]: [signal.SIGUSR1, signal.SIGINT], **dict.fromkeys([KINDS[1], *THREADED], [signal.SIGTERM])}
 
 
 @pytest.mark.parametrize("script, signals", SIGNALS.items())
 def test_signals_stop_a_run_and_resume_continues_it(script, signals, start, tmp_path):
     run_dir = tmp_path / "run"
-    flags = [*tiny(script), "--total-timesteps", 10**9, "--runs-dir", tmp_path, "--run-name", "run"]
+    script, *flags = script.split()
+    flags += [*tiny(script), "--total-timesteps", 10**9, "--runs-dir", tmp_path, "--run-name", "run"]
     for number in signals:
         before = last_step(run_dir)
         process = start(script, *flags, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
