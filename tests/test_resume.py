@@ -41,7 +41,7 @@ from leanrl.support.tracking import read_metrics
 
 
 def last_step(run_dir):
-    return max((row["global_step"] for row in read_metrics(run_dir)), default=0)
+    return [0, *(row["global_step"] for row in read_metrics(run_dir))][-1]
 
 
 def assert_same_course(run_dir, uninterrupted):
