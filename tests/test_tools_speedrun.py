@@ -42,8 +42,7 @@ def test_table_and_picture():
     runs = [{**run, "snapshots": snapshots(*range(run["seed"]))} for run in runs]
     machine = {"device_name": "a machine", "cpu_cores": 2, "versions": {"torch": "2"}}
     record = {"runs": runs, "holder": "a:compile", "env_id": "CartPole-v1", "target": 475, "machine": machine}
-    others = ({**record, "target": target} for target in (400, 300))
-    axes, _, _ = draw(record, record, *others).axes  # no panel is empty
+    axes, _, _ = draw(record, *({**record, "target": target} for target in (475, 400, 300))).axes  # none is empty
     *curves, target = (line for line in axes.lines if len(line.get_xdata()))
     assert len(curves) == 2 * len(runs) and list(target.get_ydata()) == [475, 475]
     assert list(curves[2].get_xdata()) == [10, 20, 30] and list(curves[2].get_ydata()) == [0, 1, 2]
@@ -55,6 +54,7 @@ def test_table_and_picture():
         (["chess"], "chess: no such task; choose from cartpole"),
         (["cartpole", "--seeds", "1", "1"], "none repeated"),
         (["cartpole", "--contenders", "pqn --env-id Acrobot-v1"], "--env-id: this tool sets it"),
+        (["cartpole", "--expected-seconds", "0"], "must be above 0"),
         (["cartpole", "--contenders", "pqn --no-such-flag 1"], "does not take"),
     ],
 )
@@ -73,12 +73,12 @@ def test_every_holder_can_run(monkeypatch, task, bf16_units):
 
 
 def test_a_real_run(monkeypatch, tmp_path):
-    monkeypatch.setitem(TASKS, "cartpole", Task("CartPole-v1", 5, "pqn_torchcompile:eager --total-timesteps 4096", 100))
+    monkeypatch.setitem(TASKS, "cartpole", Task("CartPole-v1", 5, "pqn_torchcompile:eager --total-timesteps 4096", 0.1))
     # Every log point is a snapshot.
     monkeypatch.setattr(speedrun, "SNAPSHOTS", 10**6)
     facts = common.machine_facts(torch.device("cpu")) | {"git_commit": "0123abc"}
     monkeypatch.setattr(common, "machine_facts", lambda device: facts | {"versions": {**facts["versions"]}})
-    argv = ["cartpole", "--seeds", 1, "--cache", "cold", "--out", tmp_path]
+    argv = ["cartpole", "--seeds", 1, "--cache", "cold", "--expected-seconds", 100, "--out", tmp_path]
     assert run_tool_in_process(monkeypatch, speedrun, *argv) == 0
     (run,) = json.loads((tmp_path / "speedrun.json").read_text())["runs"]
     first, second = run["snapshots"]  # any policy balances for so long

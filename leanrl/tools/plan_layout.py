@@ -134,11 +134,10 @@ def predict(text: str, parts: LayoutParts, script_args, cores: int, machines: in
     travel = (latency + per_byte * parts.rollout_bytes * foreign) * groups if foreign else 0.0
     publishing = remote_actors * groups * (latency + per_byte * 4 * parts.params)
     reduction = 0.0
-    if layout.num_learners > 1:
+    if (n := layout.num_learners) > 1:
         latency, per_byte = parts.reduction
         if machines > 1:  # a ring is as fast as its slowest link
             per_byte = max(per_byte, 1 / (1e9 * network_gbytes))
-        n = layout.num_learners
         # Rings pass 2 (n - 1) / n of the vector through each link: for n = 2 the whole vector once, as measured.
         reduction = parts.steps * (latency * math.log2(n) + per_byte * 4 * parts.params * 2 * (n - 1) / n)
     seconds = {"rollout": rollout, "transfer": travel + publishing, "update": updating, "all-reduce": reduction}

@@ -4,7 +4,7 @@ A TASK is an environment and a target. Time counts from the start of the process
 the first of two consecutive snapshots whose policies reach the target: a mean return over 10 episodes, with seeds that
 no training environment uses (over 3, if all of them miss the target). Snapshots are taken during training, every 5 % of
 the task's expected time, and played afterwards, off the clock. A run that takes three times the expected time is
-stopped and listed as "> X".
+stopped and listed as "> X". On a slower machine, set --expected-seconds to what the holder takes there.
 
 The record holder and the contenders run in turn, each in its own process, with TorchInductor's cache cold (empty) and
 warm (filled by a short run before). The order reverses from seed to seed, and ratios are taken within a seed. Records
@@ -34,7 +34,7 @@ import tyro
 from tqdm import tqdm
 
 from leanrl.support.devices import has_bf16_units
-from leanrl.support.errors import UsageError, bad
+from leanrl.support.errors import UsageError, bad, require_positive
 from leanrl.support.evaluation import play
 from leanrl.support.run import write_json_atomically
 from leanrl.tools import common, peers, trials
@@ -94,14 +94,17 @@ class Args(common.OutArgs):
     """every contender runs once with each"""
     cache: Literal["cold", "warm", "both"] = "both"
     """TorchInductor's cache at the start of a run"""
+    expected_seconds: float | None = None
+    """that the record holder takes on this machine; None for the time on the record's"""
     script_args: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="-- FLAGS")] = ()
     """flags for every contender"""
 
 
 def main(args: Args) -> int:
     trials.require_distinct(args, "seeds")
+    require_positive(args, "expected_seconds")
     device = trials.target_device(args.script_args)
-    contenders = chosen(task := task_for(args.task, device), args)
+    contenders = chosen(task := task_for(args.task, device, args.expected_seconds), args)
     out = common.results_folder(args, "speedrun")
     caches = ("cold", "warm") if args.cache == "both" else (args.cache,)
     earlier = trials.earlier_record(out, "speedrun", device)
@@ -140,12 +143,17 @@ def main(args: Args) -> int:
     return 130 if len(ended) < len(turns) else int(any(run["failure"] for run in runs))
 
 
-def task_for(name: str, device: torch.device) -> Task:
-    """One of TASKS; its holder runs in float32 where bf16 would be slower. UsageError if there is no such task."""
+def task_for(name: str, device: torch.device, seconds: float | None = None) -> Task:
+    """One of TASKS; its holder runs in float32 where bf16 would be slower. UsageError if there is no such task.
+
+    Args:
+        seconds: that the holder is expected to take; None for the task's own.
+    """
     if name not in TASKS:
         raise UsageError(f"{name}: no such task; choose from {', '.join(TASKS)}")
     has_bf16, task = device.type == "cuda" or has_bf16_units(), TASKS[name]
-    return task if has_bf16 else task._replace(holder=task.holder.replace(BF16, ""))
+    holder = task.holder if has_bf16 else task.holder.replace(BF16, "")
+    return task._replace(holder=holder, seconds=seconds or task.seconds)
 
 
 def chosen(task: Task, args: Args) -> list[trials.Contender]:
@@ -166,8 +174,7 @@ def chosen(task: Task, args: Args) -> list[trials.Contender]:
 
 def timed(task: Task, variables: dict[str, str], contender: trials.Contender, seed: int, runs_dir: Path) -> dict:
     """One run and the scores of its snapshots, as a dictionary for the JSON file; times are seconds since its start."""
-    limit = PATIENCE * task.seconds
-    start = time.time()
+    limit, start = PATIENCE * task.seconds, time.time()
     trial = trials.run_trial(contender, seed, runs_dir, trials.Deadline(time.monotonic() + limit), **variables)
     ended = time.time() - start
     failure = None if ended >= limit else trial.failure

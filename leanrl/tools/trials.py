@@ -200,9 +200,8 @@ def contenders_of(
             command = (sys.executable, str(SCRIPTS / f"{script}.py"), *flags_of(mode), *flags, *own)
             contenders.append(Contender(" ".join([script, *flags_of(mode), *own]), command))
     labels = [contender.label for contender in contenders]
-    for label in labels:
-        if labels.count(label) > 1:
-            raise bad(name, entries, f"{label} is named more than once")
+    if repeated := [label for label in labels if labels.count(label) > 1]:
+        raise bad(name, entries, f"{repeated[0]} is named more than once")
     return contenders
 
 
