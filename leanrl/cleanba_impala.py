@@ -41,6 +41,7 @@ from leanrl.support.errors import bad, require_at_least, require_positive, requi
 from leanrl.support.executables import WARMUP_CALLS, make_executable
 from leanrl.support.layers import Float32Linear
 from leanrl.support.optim import RMSprop
+from leanrl.support.pooling import max_pool_same
 from leanrl.support.scan import linear_recurrence
 
 
@@ -145,11 +146,7 @@ class ConvSequence(nn.Module):
         self.blocks = nn.Sequential(ResidualBlock(channels), ResidualBlock(channels))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.conv(x)
-        # TensorFlow's and Flax's SAME: an even size is padded at the end only, an odd one on both sides.
-        odd_height, odd_width = (size % 2 for size in x.shape[-2:])
-        x = F.pad(x, (odd_width, 1, odd_height, 1), value=-torch.inf)
-        return self.blocks(F.max_pool2d(x, 3, stride=2))
+        return self.blocks(max_pool_same(self.conv(x)))
 
 
 class ImpalaCNN(nn.Sequential):

@@ -80,8 +80,7 @@ def refused(script, tmp_path, capsys):
         assert code == 2, err
         assert err.startswith(f"{script}.py: {words[0]}") and err.count("\n") == 1 and err.endswith("\n"), err
         assert all(word in err for word in words), err
-        assert out == ""
-        assert files_in(tmp_path) == before
+        assert out == "" and files_in(tmp_path) == before
 
     return refused
 
@@ -265,8 +264,7 @@ def test_args_json(finished_run, script):
     assert set(facts["args"]) == fields
     assert facts["args"]["env_id"] == tiny_env(script) and facts["args"]["gamma"] == 0.99
     assert facts["script"] == script
-    assert facts["cpu_cores"] == len(os.sched_getaffinity(0))
-    assert facts["device_name"]
+    assert facts["cpu_cores"] == len(os.sched_getaffinity(0)) and facts["device_name"]
     versions = facts["versions"]
     assert set(versions) >= {"python", "torch", "tensordict", "gymnasium", "envpool", "mujoco"}
     assert versions["torch"] == torch.__version__

@@ -90,7 +90,7 @@ def test_interrupted_runs_come_to_the_same_end(script, finished_run, tmp_path, c
 
 # As processes: one of each kind, and two whose environments are threads.
 THREADED = ["ppo_atari_envpool_torchcompile", "fast_sac_torchcompile --env-backend=envpool"]
-SIGNALS = {KINDS[0]: [signal.SIGUSR1, signal.SIGINT], **dict.fromkeys([KINDS[1], *THREADED], [signal.SIGTERM])}
+SIGNALS = {KINDS[0]: [signal.SIGUSR1, signal.SIGINT], **{key: [signal.SIGTERM] for key in [KINDS[1], *THREADED]}}
 
 
 @pytest.mark.parametrize("script, signals", SIGNALS.items())

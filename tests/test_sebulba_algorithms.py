@@ -17,6 +17,8 @@ import leanrl.ppo_atari_envpool as atari
 import leanrl.ppo_continuous_action as continuous
 from leanrl.sebulba.actor import ActingAgent, flatten
 from leanrl.support.errors import UsageError
+from leanrl.support.executables import CompiledStep
+from leanrl.support.pooling import max_pool_same
 
 IMAGES = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
 VECTORS = gym.spaces.Box(-1, 1, (10, 5), np.float32)
@@ -35,10 +37,8 @@ def test_what_the_scripts_share_has_the_same_words(name):
 
 def same_max_pool(x):
     """TensorFlow's definition: output ceil(n / 2); total padding (out - 1) * 2 + 3 - n, the smaller half first."""
-    height, width = x.shape[-2:]
-    out = torch.empty(*x.shape[:2], -(-height // 2), -(-width // 2))
-    top = max((out.shape[2] - 1) * 2 + 3 - height, 0) // 2
-    left = max((out.shape[3] - 1) * 2 + 3 - width, 0) // 2
+    out = torch.empty(*x.shape[:2], *(-(-size // 2) for size in x.shape[2:]))
+    top, left = (max((out.shape[i] - 1) * 2 + 3 - x.shape[i], 0) // 2 for i in (2, 3))
     for i in range(out.shape[2]):
         for j in range(out.shape[3]):
             rows = slice(max(2 * i - top, 0), 2 * i - top + 3)
@@ -47,11 +47,17 @@ def same_max_pool(x):
 
 
 @pytest.mark.parametrize("size", [(84, 84), (42, 42), (21, 21), (11, 84), (5, 8)])
-def test_pooling_pads_as_same_does(size):
-    sequence = ppo.ConvSequence(2, 3)
-    x = torch.randn(2, 2, *size)
-    expected = sequence.blocks(same_max_pool(sequence.conv(x)))
-    torch.testing.assert_close(sequence(x), expected)
+def test_pooling_pads_as_same_does_and_compiles(size):
+    x = torch.randn(2, 16, *size).to(memory_format=torch.channels_last).requires_grad_()
+
+    def gradient(weights: torch.Tensor) -> torch.Tensor:
+        x.grad = None
+        (max_pool_same(x.bfloat16()) * weights).sum().backward()  # many are equal
+        return x.grad
+
+    torch.testing.assert_close(max_pool_same(x), weights := same_max_pool(x.detach()), rtol=0, atol=0)
+    compiled, plain = CompiledStep(gradient, x.device)(weights).clone(), gradient(weights)
+    assert plain.count_nonzero() and torch.equal(compiled, plain)
 
 
 def test_impala_network():

@@ -52,8 +52,7 @@ def training_script(run_dir: Path, saved: dict) -> ModuleType:
     """The training script that a saved model names; UsageError if it is not one of ours."""
     # The name comes from a file: it may choose one of our scripts, but not make Python import anything else.
     scripts = {path.stem for path in Path(__file__).parents[1].glob("*.py")} - {"__init__"}
-    name = saved["script"]
-    if name not in scripts:
+    if (name := saved["script"]) not in scripts:
         raise UsageError(f"{run_dir}: was made by {name}, which is not a script of this version")
     return importlib.import_module(f"leanrl.{name}")
 
