@@ -1,4 +1,4 @@
-"""Max-pooling that TorchInductor leaves to PyTorch: the code that it generates for CPUs is several times slower."""
+"""Max-pooling that TorchInductor leaves to PyTorch: the code that it generates for CPUs is slower."""
 
 import torch
 import torch.nn.functional as F
