@@ -47,7 +47,8 @@ def test_a_failing_write_leaves_the_old_file(tmp_path):
             save(tmp_path, 10)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_save_puts_a_new_file_in_place_of_the_old(tmp_path):

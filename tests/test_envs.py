@@ -145,7 +145,8 @@ def test_each_environment_has_its_own_seed(backend):
 
 def test_seeds_are_unique_over_runs_environments_and_starts():
     seeds = [s for start in range(3) for seed in range(1, 51) for s in env_seeds(seed, 64, start=start)]
-    assert len(set(seeds)) == 3 * 50 * 64 and min(seeds) >= 0 and max(seeds) < 2**31
+    assert len(set(seeds)) == 3 * 50 * 64
+    assert min(seeds) >= 0 and max(seeds) < 2**31
     assert env_seeds(7, 10)[4:] == env_seeds(7, 6, first_index=4)
 
 

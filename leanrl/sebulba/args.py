@@ -71,7 +71,7 @@ class SebulbaArgs(RunArgs):
     """stop once the mean of the last 100 episodes reaches this"""
 
     evaluate_episodes: int | None = None
-    """play this many episodes with the trained model at the end; returns go to evaluation.json, their mean is logged"""
+    """play this many episodes with the trained model at the end, and log their mean return"""
     upload_model: bool = False
     """upload the model to the Hugging Face Hub at the end, as ENV_ID-SCRIPT-seedSEED; saves it too"""
     hf_entity: str = ""

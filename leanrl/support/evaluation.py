@@ -160,16 +160,15 @@ def require_video(env_id: str, backend: EnvBackend = "gymnasium") -> EnvBackend:
         try:
             with closing(make_envs(env_id, 1, 0, backend, num_threads=1, render_mode="rgb_array")) as envs:
                 envs.reset()
-                frame = envs.render()
-            reason = "" if isinstance(frame, np.ndarray) and frame.ndim == 3 else "it does not render to images"
+                if np.ndim(envs.render()) != 3:
+                    raise UsageError(f"--capture-video: {env_id} does not render to images")
         except UsageError:
             raise
         except Exception as error:  # OpenGL fails in many ways, with no common class
             reason = " ".join(str(error).split()) or type(error).__name__
             if backend == "gymnasium" and not isinstance(error, gym.error.DependencyNotInstalled):  # names its remedy
                 reason += "; MuJoCo needs OpenGL: install libegl1 (Debian: apt install libegl1) and set MUJOCO_GL=egl"
-    if reason:
-        raise UsageError(f"--capture-video: cannot film {env_id} here: {reason}")
+            raise UsageError(f"--capture-video: cannot film {env_id} here: {reason}") from None
     return backend
 
 

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from leanrl.support.checkpoints import load_last_checkpoint, open_atomically, save_atomically, save_checkpoint
 from leanrl.support.cli import read_args_json, run_directory
 from leanrl.support.devices import available_cores, cpu_name, has_bf16_units, synchronize_stream
-from leanrl.support.errors import bad, flag
+from leanrl.support.errors import bad
 from leanrl.support.evaluation import play
 from leanrl.support.signals import StopRequest
 from leanrl.support.tracking import Tracker
@@ -67,23 +67,6 @@ def machine_facts(device: torch.device) -> dict:
         "mkldnn_matmul_fp32_precision": torch.backends.mkldnn.matmul.fp32_precision,
         "cudnn_conv_fp32_precision": torch.backends.cudnn.conv.fp32_precision,
     }
-
-
-def evaluate_model(
-    run_dir: Path, episodes: int, seed: int = 0, video: Path | None = None, sticky: bool = False
-) -> dict:
-    """Plays a run's saved model, writes ``RUN_DIR/evaluation.json`` and returns its content.
-
-    Args:
-        run_dir, episodes, seed, video, sticky: as for ``play``.
-    """
-    run = read_args_json(run_dir)
-    evaluation = {"script": run["script"], "env_id": run["args"]["env_id"]}
-    evaluation |= {"seed": seed, "sticky": sticky, "episodes": episodes}
-    evaluation |= {"returns": play(run_dir, episodes, seed, video, sticky)}
-    evaluation |= {"video": video and str(video.relative_to(run_dir)), "machine": machine_facts(torch.device("cpu"))}
-    write_json_atomically(run_dir / "evaluation.json", evaluation)
-    return evaluation
 
 
 def rng_state(device: torch.device) -> dict:
@@ -140,17 +123,24 @@ class Run:
     """
 
     def __init__(self, args, script_file: str, device: torch.device, total_steps: int) -> None:
-        self.args, self.device, self.total_steps = args, device, total_steps
+        self.args = args
         self.script = Path(script_file).stem
-        self.global_step = self.optimizer_steps = self.episodes = self.snapshots_due = 0
-        self.warmup_seconds = self.sps_before = self._earlier_training_seconds = 0.0
+        self.device = device
+        self.total_steps = total_steps
+        self.global_step = 0
+        self.optimizer_steps = 0
+        self.episodes = 0
+        self.warmup_seconds = 0.0
         self.last_returns: list[float] = []
         self.new_returns: list[float] = []
         self.new_lengths: list[int] = []
         self._identity = {"script": self.script, "env_id": args.env_id}
         self._started = time.perf_counter()
+        self._earlier_training_seconds = 0.0
         self._clock_start: tuple[float, int] | None = None
+        self.sps_before = 0.0
         self._stop = StopRequest()
+        self.snapshots_due = 0
         self.model: Callable[[], dict] | None = None
 
         if args.resume is not None:
@@ -369,10 +359,14 @@ class Run:
         if self.args.snapshot_seconds is not None:
             self._save_snapshot()
         self.checkpoint(state)
-        summary = {"script": self.script, **{name: getattr(self.args, name, False) for name in SUMMARY_FLAGS}}
-        summary |= {"device": str(self.device), **{name: getattr(self, name) for name in SUMMARY_RESULTS}}
-        interrupted = self._stop.requested and self.global_step < self.total_steps
-        summary |= {"sps": self.sps_before, "interrupted": interrupted}
+        summary = {
+            "script": self.script,
+            **{name: getattr(self.args, name, False) for name in SUMMARY_FLAGS},
+            "device": str(self.device),
+            **{name: getattr(self, name) for name in SUMMARY_RESULTS},
+            "sps": self.sps_before,
+            "interrupted": self._stop.requested and self.global_step < self.total_steps,
+        }
         write_json_atomically(self.dir / "summary.json", summary)
         if self.model is None:
             return summary
@@ -381,20 +375,20 @@ class Run:
         if self.args.capture_video and not self._stop.requested:
             self._stop.__exit__()  # all is saved, so a signal may end the filming
             say("filming one episode")
-            play(self.dir, episodes=1, video=(video := self.dir / "videos" / "episode.mp4"))
+            video = self.dir / "videos" / "episode.mp4"
+            play(self.dir, episodes=1, video=video)
             say(f"video: {video}")
         if not self._progress.disable:
             self._progress.close()
             run_dir = shlex.quote(str(self.dir))
-            ends = [name for name in ("max_seconds", "target_return") if getattr(self.args, name, None) is not None]
-            go_on = f"; continue: ./run.sh {self.script} --resume {run_dir}" + "".join(f" {flag(e)} None" for e in ends)
+            go_on = f"; continue: ./run.sh {self.script} --resume {run_dir}" if summary["interrupted"] else ""
             playing = f"./run.sh evaluate {run_dir}" if (self.dir / "model.pt").exists() else "needs --save-model"
-            print(f"{self.dir}: play: {playing}{go_on if self.global_step < self.total_steps else ''}", file=sys.stderr)
+            print(f"{self.dir}: play: {playing}{go_on}", file=sys.stderr)
         return summary
 
     def evaluate(self, episodes: int) -> None:
         """After ``finish``: plays the saved model and logs the mean return, unless a signal asked to stop."""
         if not self._stop.requested:
-            returns = evaluate_model(self.dir, episodes)["returns"]
-            self._tracker.log(self.global_step, {"evaluation/episodic_return": float(np.mean(returns))})
-            say(f"evaluation: mean return {np.mean(returns):.1f} over {episodes} episodes")
+            score = float(np.mean(play(self.dir, episodes)))
+            self._tracker.log(self.global_step, {"evaluation/episodic_return": score})
+            say(f"evaluation: mean return {score:.1f} over {episodes} episodes")

@@ -20,8 +20,10 @@ from pathlib import Path
 import torch
 import tyro
 
+from leanrl.support.cli import read_args_json
 from leanrl.support.errors import UsageError, require_at_least
-from leanrl.support.run import evaluate_model
+from leanrl.support.evaluation import play
+from leanrl.support.run import machine_facts, write_json_atomically
 from leanrl.tools.common import markdown_table, mean_std, run_tool
 
 
@@ -52,17 +54,28 @@ def main(args: Args) -> int:
     for run_dir in args.run_dirs:
         video = run_dir / "videos" / f"{kind}.mp4" if args.capture_video else None
         try:
-            evaluation = evaluate_model(run_dir, args.episodes, args.seed, video, args.sticky)
+            run = read_args_json(run_dir)
+            returns = play(run_dir, args.episodes, args.seed, video, args.sticky)
+            evaluation = {
+                "script": run["script"],
+                "env_id": run["args"]["env_id"],
+                "seed": args.seed,
+                "sticky": args.sticky,
+                "episodes": args.episodes,
+                "returns": returns,
+                "video": str(video.relative_to(run_dir)) if video else None,
+                "machine": machine_facts(torch.device("cpu")),
+            }
+            write_json_atomically(run_dir / "evaluation.json", evaluation)
         except (UsageError, OSError) as error:
             # A run without a model must not cost the results of the others.
             print(f"evaluate: {error}", file=sys.stderr)
             failures += 1
             continue
-        returns = evaluation["returns"]
         row = [run_dir.resolve().name, evaluation["env_id"], f"{len(returns)}", mean_std(returns)]
         rows.append([*row, f"{min(returns):,.1f}", f"{max(returns):,.1f}"])
-        if evaluation["video"]:
-            print(f"video: {run_dir / evaluation['video']}")
+        if video:
+            print(f"video: {video}")
     if rows:
         print(markdown_table(("run", "environment", "episodes", "return, mean ± std", "min", "max"), rows))
     return 2 if failures else 0

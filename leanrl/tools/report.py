@@ -32,8 +32,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
-import numpy as np
-
 from leanrl.support.errors import UsageError
 from leanrl.tools import ablate, common, compare, plan_layout, plot, profile, reproduce, speedrun
 from leanrl.tools.ablate_rows import ROWS
@@ -153,41 +151,12 @@ def learning(record: dict) -> str:
     return common.markdown_table(["environment", "group", *(f"at {step / 1e6:g}M" for step in steps)], rows)
 
 
-def compile_times(record: dict) -> str:
-    """Seconds of warm-up in each round, with an empty TorchInductor cache and with a full one."""
-    seconds: dict[str, dict[str, list[str]]] = {}
-    for run in record["runs"]:
-        summary = run["summary"]
-        label = f"{summary['script']} --compile" + " --amp bf16" * (summary.get("amp") == "bf16")
-        column = run.get("side", f"{run['cache']} cache")
-        seconds.setdefault(label, {}).setdefault(column, []).append(f"{summary['warmup_seconds']:.1f}")
-    rows = [[label, *map(" ".join, found.values())] for label, found in seconds.items()]
-    return common.markdown_table(("program", *(f"{column}, seconds" for column in next(iter(seconds.values())))), rows)
-
-
-def pairs(record: dict) -> str:
-    """Speeds before and after, and the median of the ratios within pairs, with its 95 % bootstrap interval."""
-    rows = []
-    for runs in record.values():
-        if isinstance(runs, dict) and "pairs" in runs:
-            before, after = ([pair[side]["sps"] for pair in runs["pairs"]] for side in ("before", "after"))
-            ratios = np.divide(after, before)
-            resamples = np.random.default_rng(0).choice(ratios, (10_000, len(ratios)))
-            low, high = np.percentile(np.median(resamples, 1), (2.5, 97.5))
-            ratio = f"{np.median(ratios):.2f} [{low:.2f}, {high:.2f}]"
-            what = [" ".join([runs["script"], *runs["flags"]]), f"{len(ratios)}"]
-            rows.append([*what, common.median_speed(before), common.median_speed(after), ratio])
-    return common.markdown_table(("program", "pairs", "steps/s before", "after", "ratio [95 % interval]"), rows)
-
-
 RENDER: dict[str, Callable[[dict], str]] = {
     # The largest savings come first; start-up rows save nothing per step and keep their order.
     "ablate": lambda record: ablate.render(
         sorted(record["rows"], key=lambda row: row["seconds_saved_per_env_step"] or 0.0, reverse=True)
     ),
     "compare": lambda record: compare.render_table(record["rows"], record["sweep"]),
-    "compile_time": compile_times,
-    "pairs": pairs,
     "profile": profile.render,
     "plan_layout": lambda record: plan_layout.render(
         [plan_layout.Prediction(**prediction) for prediction in record["predictions"]], record["measured"]
@@ -258,8 +227,6 @@ def selected(records: list[dict], fields: dict[str, str]) -> dict:
 
 def commits_of(record: dict) -> list[str]:
     """The commits of a record's runs, or of the tool itself; for curves none is known."""
-    if record["tool"] == "pairs":
-        return [record["before"], *dict.fromkeys(runs["after"] for runs in record.values() if isinstance(runs, dict))]
     runs = [run["args"]["git_commit"] for run in record.get("runs", []) if run.get("args")]
     known = [record.get("git_commit"), record.get("machine", {}).get("git_commit")]
     return list(dict.fromkeys(runs or filter(None, known)))
