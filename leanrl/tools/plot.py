@@ -330,7 +330,9 @@ def draw(groups: Groups, bands: dict[str, dict[tuple[str, str], Band]], caption:
         axes.set_xlim(left=0)
         if not on_clock:
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    figure.legend(handles.values(), handles, loc="outside lower center", frameon=False, title=caption)
+    seeds = {label: sorted({len(groups[group]) for group in groups if group[1] == label}) for label in handles}
+    names = [f"{label} (seeds: {', '.join(map(str, counts))})" for label, counts in seeds.items()]
+    figure.legend(handles.values(), names, loc="outside lower center", frameon=False, title=caption)
     return figure
 
 

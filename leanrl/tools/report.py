@@ -129,7 +129,7 @@ def overview(root: Path):
         axes.set(xlabel="environment steps", xlim=(0, end))
         for panel in (bars, axes):
             common.clean(panel)
-            panel.xaxis.set(major_locator=MaxNLocator(4), major_formatter=EngFormatter(sep=""))
+            panel.xaxis.set(major_locator=MaxNLocator(4, steps=[1, 2, 5, 10]), major_formatter=EngFormatter(sep=""))
     panels[1, 0].set_ylabel("return (IQM, 95 % interval)")
     handles = [Patch(color=color, label=column.strip("`")) for column, color in colors.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)

@@ -124,7 +124,9 @@ def main(args: Args) -> int:
             variables = {"TORCHINDUCTOR_CACHE_DIR": folder}
             if cache == "warm":
                 short = replace(contender, command=(*contender.command, "--max-seconds=1"))
-                trials.run_trial(short, seed, out / "runs" / "filling", **variables)
+                filling = trials.run_trial(short, seed, out / "runs" / "filling", **variables)
+                if filling.failure:
+                    raise UsageError(f"{contender.label}: the run that fills the cache failed ({filling.failure})")
             runs.append({"cache": cache, **timed(task, variables, contender, seed, out / "runs" / cache)})
         write_json_atomically(out / "speedrun.json", record())
 
