@@ -94,7 +94,7 @@ def test_whole_numbers_are_observed_alike(dtype: type, tmp_path, monkeypatch) ->
     monkeypatch.setitem(gym.registry, "LeanRLWhole-v0", EnvSpec("LeanRLWhole-v0", Custom, kwargs=spaces))
     flags, moments = ["--env-id=LeanRLWhole-v0", "--total-timesteps=256", "--save-model"], []
     for script in (SCRIPT, f"{SCRIPT}_torchcompile"):
-        moments.append(load_model(run_tiny(script, tmp_path, *flags, name=script))["model"]["obs_rms"])
+        moments.append(load_model(run_tiny(script, tmp_path, *flags, name=script))["obs_rms"])
     ours, theirs = moments
     assert (ours["mean"] > 30).all()
     for name, value in ours.items():

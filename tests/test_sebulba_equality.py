@@ -20,7 +20,7 @@ from leanrl.sebulba.worker import Worker
 from leanrl.support.optim import RMSprop
 from leanrl.support.tracking import read_metrics
 from leanrl.tools import trials
-from leanrl.tools.reproduce import Args, Run, command, difference, execute, fingerprint
+from leanrl.tools.reproduce import Args, Case, command, difference, fingerprint, run_case
 
 UPDATES = 20
 TASKS = [*[(script, "CartPole-v1") for script in DISTRIBUTED], ("cleanba_ppo", "Pendulum-v1")]
@@ -28,7 +28,7 @@ ARGS = Args(num_envs=16, num_shards=4, num_steps=16, updates=UPDATES)
 
 
 def run_here(monkeypatch, folder, run, args=ARGS, run_ranks=run_alone):
-    """``execute`` of a layout of one process, without the start of two, or of two with ``run_both``."""
+    """``run_case`` of a layout of one process, without the start of two, or of two with ``run_both``."""
     assert run_ranks(monkeypatch, run.script, *command(run, args, folder)[2:]) == 0
     leaves, _ = tree_flatten_with_path(newest_checkpoint(folder / run.name)[1]["script"])
     return {str(path): leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
@@ -46,11 +46,11 @@ LAYOUTS = [
 @pytest.mark.parametrize("script, lag, layout, changes", LAYOUTS)
 def test_layouts_learn_the_same(monkeypatch, tmp_path, script, lag, layout, changes):
     args = replace(ARGS, **changes)
-    alone = run_here(monkeypatch, tmp_path, Run(script, "a0-l0-d1", lag, True, UPDATES), args)
-    assert summary(tmp_path / Run(script, "a0-l0-d1", lag, True, UPDATES).name)["optimizer_steps"] >= 2 * UPDATES
-    run = Run(script, layout, lag, True, UPDATES)
+    alone = run_here(monkeypatch, tmp_path, Case(script, "a0-l0-d1", lag, True, UPDATES), args)
+    assert summary(tmp_path / Case(script, "a0-l0-d1", lag, True, UPDATES).name)["optimizer_steps"] >= 2 * UPDATES
+    run = Case(script, layout, lag, True, UPDATES)
     in_this_process = layout == "a0-l1,0-d1"
-    ours = run_here(monkeypatch, tmp_path, run, args, run_both) if in_this_process else execute(run, args, tmp_path)
+    ours = run_here(monkeypatch, tmp_path, run, args, run_both) if in_this_process else run_case(run, args, tmp_path)
     assert fingerprint(ours) == fingerprint(alone)
     # Of ten updates each; before the first rollouts there were fewer updates to lag behind.
     first, *lags = [row["stats/policy_lag"] for row in read_metrics(tmp_path / run.name)]
@@ -62,11 +62,11 @@ def test_two_steps_of_a_job_run_side_by_side(monkeypatch, tmp_path):
     steps, environ, job = iter("01"), trials.child_environ, random.randrange(10**6)
     monkeypatch.setattr(trials, "child_environ", lambda: {**environ(), "SLURM_STEP_ID": next(steps)})
     monkeypatch.setattr(trials.random, "randrange", lambda limit: job)
-    runs = [Run("cleanba_impala", layout, 1, True, UPDATES) for layout in ("a0-l0-d1", "a0-l0-d2")]
+    runs = [Case("cleanba_impala", layout, 1, True, UPDATES) for layout in ("a0-l0-d1", "a0-l0-d2")]
     cases = [replace(ARGS, seed=seed) for seed in (1, 2)]
     alone = [fingerprint(run_here(monkeypatch, tmp_path / f"{args.seed}", runs[0], args)) for args in cases]
     with ThreadPoolExecutor() as pool:
-        together = pool.map(lambda args: fingerprint(execute(runs[1], args, tmp_path / f"{args.seed}")), cases)
+        together = pool.map(lambda args: fingerprint(run_case(runs[1], args, tmp_path / f"{args.seed}")), cases)
     assert alone == [*together] and alone[0] != alone[1]
 
 
@@ -78,8 +78,8 @@ GPUS = {"a0-l1-d1": 2, "a0-l0,1-d1": 2, "a0-l0-d2": 2, "a0-l1,2-d1": 3}
 @pytest.mark.cuda
 def test_layouts_of_gpus_learn_the_same(tmp_path, script, lag, layout):
     args = replace(ARGS, device="cuda")
-    runs = [Run(script, text, lag, True, UPDATES) for text in ("a0-l0-d1", layout)]
-    alone, ours = (fingerprint(execute(run, args, tmp_path)) for run in runs)
+    runs = [Case(script, text, lag, True, UPDATES) for text in ("a0-l0-d1", layout)]
+    alone, ours = (fingerprint(run_case(run, args, tmp_path)) for run in runs)
     assert ours == alone
 
 
@@ -89,18 +89,18 @@ def test_layouts_of_gpus_learn_the_same(tmp_path, script, lag, layout):
 def test_every_layout_learns_the_same(tmp_path, script, env_id, lag):
     layouts = ("a0-l0-d1", "a0-l0,1-d1", "a0-l1-d1", "a0-l1,2-d1", "a0-l1,2,3,4-d1", "a0-l0-d2", "a0,1-l2,1-d1")
     args = replace(ARGS, env_id=env_id)
-    prints = [fingerprint(execute(Run(script, layout, lag, True, UPDATES), args, tmp_path)) for layout in layouts]
+    prints = [fingerprint(run_case(Case(script, layout, lag, True, UPDATES), args, tmp_path)) for layout in layouts]
     assert len(set(prints)) == 1
-    ones = [execute(Run(script, layout, lag, False, 1), args, tmp_path) for layout in layouts]
+    ones = [run_case(Case(script, layout, lag, False, 1), args, tmp_path) for layout in layouts]
     assert max(difference(ones[0], one) for one in ones) < 1e-5
 
 
 def test_one_layout_repeats_itself_and_another_seed_does_not(monkeypatch, tmp_path):
-    runs = [Run("cleanba_impala", "a0-l0-d1", 1, exact, UPDATES, n) for n in (0, 1) for exact in (True, False)]
+    runs = [Case("cleanba_impala", "a0-l0-d1", 1, exact, UPDATES, n) for n in (0, 1) for exact in (True, False)]
     prints = [fingerprint(run_here(monkeypatch, tmp_path, run)) for run in runs]
     assert prints[:2] == prints[2:]
     monkeypatch.setattr(ARGS, "seed", 2)
-    other = run_here(monkeypatch, tmp_path, Run("cleanba_impala", "a0-l0-d1", 1, True, UPDATES, 2))
+    other = run_here(monkeypatch, tmp_path, Case("cleanba_impala", "a0-l0-d1", 1, True, UPDATES, 2))
     assert fingerprint(other) not in prints
 
 
@@ -128,7 +128,7 @@ def reduction_off(monkeypatch):
 
 @pytest.mark.parametrize("fault", [seed_off, noise_off, reduction_off])
 def test_the_comparison_notices(monkeypatch, tmp_path, fault):
-    run = Run("cleanba_ppo", "a0-l0-d1", 0, True, UPDATES)
+    run = Case("cleanba_ppo", "a0-l0-d1", 0, True, UPDATES)
     right = run_here(monkeypatch, tmp_path / "right", run)
     fault(monkeypatch)
     assert fingerprint(run_here(monkeypatch, tmp_path / "wrong", run)) != fingerprint(right)

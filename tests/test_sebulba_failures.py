@@ -244,7 +244,7 @@ def test_an_error_in_an_actor_thread_ends_the_run(tmp_path):
 
 def test_a_run_is_closed_after_an_error_in_an_actor_thread(tmp_path):
     """Without a supervisor, which would not let it take long."""
-    note = "import leanrl.support.tracking as tracking; tracking.Tracker.close = lambda self: print('closed')"
+    note = "import leanrl.support.tracking as tracking; tracking.Tracker.close = lambda self, failed: print('closed')"
     environ = ALONE | patched(tmp_path, f"{FAULT}\n{note}\n")
     code, out = finish(launch("cleanba_impala", *tiny(tmp_path, FOREVER), environ=environ))
     assert code == 1 and "closed" in out.splitlines()

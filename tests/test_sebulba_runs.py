@@ -459,10 +459,8 @@ def test_a_checkpoint_that_does_not_fit_is_refused(monkeypatch, capsys, tmp_path
 
 
 def test_resuming_with_other_groups_is_refused(monkeypatch, capsys, tmp_path):
-    flags = tiny(tmp_path, "--total-timesteps=512", "--checkpoint-every=255")
-    assert run_alone(monkeypatch, "cleanba_ppo", *flags) == 0
-    line = "warning: --checkpoint-every 255: less than the 256 steps of an update: every update will be saved"
-    assert line in capsys.readouterr().err.splitlines()
+    assert run_alone(monkeypatch, "cleanba_ppo", *tiny(tmp_path, "--total-timesteps=512")) == 0
+    capsys.readouterr()
     flags = ["--resume", tmp_path / "run", "--total-timesteps=2048"]
     assert run_alone(monkeypatch, "cleanba_ppo", *flags, WORLD_SIZE="2") == 2
     reason = "was started with 16 environments in all, this start has 32; start the same number of groups as then"

@@ -1,5 +1,6 @@
 """tools/evaluate and support/evaluation: a saved model plays as its policy does, a bad one is told in one line."""
 
+import importlib
 import json
 import math
 import shutil
@@ -22,6 +23,7 @@ from leanrl.ppo_continuous_action import Agent
 from leanrl.sebulba.environments import make_pool
 from leanrl.support import evaluation
 from leanrl.support.atari import AtariVectorEnv
+from leanrl.support.cli import read_args_json
 from leanrl.support.envs import make_env, make_envs
 from leanrl.support.errors import UsageError
 from leanrl.tools import evaluate
@@ -158,12 +160,13 @@ def evaluation_seed(seed: int, episode: int) -> int:
 
 def play_pools_by_hand(run_dir: Path, env_id: str, episodes: int, seed: int, **options) -> list[float]:
     """Returns in EnvPool's own loop; of an Atari game, over all its lives."""
-    saved, returns = evaluation.load_model(run_dir), []
+    script = read_args_json(run_dir)["script"]
+    model, returns = evaluation.load_model(run_dir), []
     for episode in range(episodes):
         seeds = [evaluation_seed(seed, episode)]
         pool = envpool.make(env_id, env_type="gymnasium", num_envs=1, seed=seeds, **options)
         spaces = {"single_observation_space": pool.observation_space, "single_action_space": pool.action_space}
-        policy = evaluation.training_script(run_dir, saved).load_policy(saved["model"], SimpleNamespace(**spaces))
+        policy = evaluation.training_script(run_dir, script).load_policy(model, SimpleNamespace(**spaces))
         (obs, _), score, over = pool.reset(), 0.0, False
         while not over:
             obs, reward, terminated, truncated, infos = pool.step(policy(obs).astype(pool.action_space.dtype))
@@ -182,21 +185,21 @@ def test_scores_are_those_of_whole_games_by_hand(script, trained, monkeypatch):
 
 
 @pytest.mark.parametrize("script", ATARI[1:2], indirect=True)
-def test_an_agent_that_never_serves_loses_its_lives(trained, monkeypatch):
+def test_an_agent_that_never_serves_loses_its_lives(script, trained, monkeypatch):
     """In training EnvPool serves the ball after a lost life; without that, time would have to run out."""
     wait = Mock(side_effect=lambda obs: np.zeros(len(obs), int))
-    script = evaluation.training_script(trained, evaluation.load_model(trained))
-    monkeypatch.setattr(script, "load_policy", lambda *_: wait)
+    monkeypatch.setattr(importlib.import_module(f"leanrl.{script}"), "load_policy", lambda *_: wait)
     (score,) = evaluation.play(trained, 1)
     assert 0 <= score < 20 and 50 < wait.call_count < 2_000
 
 
 @pytest.mark.parametrize("script", ATARI[1:2], indirect=True)
-def test_one_action_in_a_hundred_is_random(trained, monkeypatch):
+def test_one_action_in_a_hundred_is_random(script, trained, monkeypatch):
     sent, step = [], AtariVectorEnv.step
     monkeypatch.setattr(AtariVectorEnv, "step", lambda envs, actions: sent.extend(actions) or step(envs, actions))
-    script = evaluation.training_script(trained, evaluation.load_model(trained))
-    monkeypatch.setattr(script, "load_policy", lambda *_: lambda obs: np.zeros(len(obs), int))
+    monkeypatch.setattr(
+        importlib.import_module(f"leanrl.{script}"), "load_policy", lambda *_: lambda obs: np.zeros(len(obs), int)
+    )
     first = evaluation.play(trained, 10)
     shares = np.bincount(sent) / len(sent)
     assert 0.004 < shares[1:].sum() < 0.011 and min(shares) > 0  # a random action is the policy's in a quarter of cases

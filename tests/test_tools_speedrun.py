@@ -51,7 +51,6 @@ def test_table_and_picture():
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["chess"], "chess: no such task; choose from cartpole"),
         (["cartpole", "--seeds", "1", "1"], "none repeated"),
         (["cartpole", "--contenders", "pqn --env-id Acrobot-v1"], "--env-id: this tool sets it"),
         (["cartpole", "--expected-seconds", "0"], "must be above 0"),
@@ -93,3 +92,5 @@ def test_a_real_run(monkeypatch, tmp_path):
     # One that is killed before its time is up did not run out of time.
     monkeypatch.setattr(trials, "run_trial", lambda *args, **rest: trials.Trial("", 1, [], "", exit_code=-9))
     assert speedrun.timed(TASKS["cartpole"], {}, trials.Contender("", ()), 1, tmp_path)["failure"] == "signal 9"
+    # Nor is a cache full that was not filled.
+    assert run_tool_in_process(monkeypatch, speedrun, "cartpole", "--cache", "warm", "--out", tmp_path / "warm") == 2

@@ -8,9 +8,10 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from scripts import FINISHED, KINDS, SCRIPTS, start_process, summary, tiny
+from scripts import FINISHED, KINDS, SCRIPTS, run_tiny, start_process, summary, tiny
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from leanrl.support import tracking
 from leanrl.support.tracking import Tracker, read_metrics
 
 UNTRACKED = SimpleNamespace(track=False)
@@ -109,11 +110,21 @@ def test_track_works_without_a_key_and_offline(tmp_path):
     # No key in the home directory, and no way out.
     environment |= {"HOME": str(tmp_path), "HTTPS_PROXY": "http://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9"}
     script = KINDS[0]
-    flags = [*tiny(script), "--total-timesteps=256", f"--runs-dir={tmp_path}", "--run-name=run", "--track"]
+    flags = [*tiny(script), "--total-timesteps=256", f"--runs-dir={tmp_path}", "--run-name=run:1", "--track"]
     process = start_process(script, *flags, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
-    (offline,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
+    (offline,) = (tmp_path / "run:1" / "wandb").glob("offline-run-*")
     (log,) = offline.glob("run-*.wandb")
     assert b"losses/policy_loss" in log.read_bytes()
-    assert summary(tmp_path / "run")["global_step"] == 256
+    assert summary(tmp_path / "run:1")["global_step"] == 256
+
+
+def test_wandb_is_told_how_a_run_ended(monkeypatch, tmp_path):
+    codes = []
+    board = SimpleNamespace(log=lambda _: None, finish=lambda exit_code: codes.append(exit_code))
+    monkeypatch.setattr(tracking, "_start_wandb", lambda *_: board)
+    run_tiny(KINDS[0], tmp_path, "--track", "--total-timesteps=64")
+    with pytest.raises(RuntimeError, match="diverged"):
+        run_tiny(KINDS[0], tmp_path, "--track", "--total-timesteps=256", "--learning-rate=1e30", name="diverged")
+    assert codes == [0, 1]

@@ -142,7 +142,7 @@ class ActorThread:
             pieces = self._free.get(f"a free buffer for rollout {number}")
             started = time.time()
             # The first lag + 1 rollouts use the initial parameters; with lag "newest", each uses what has arrived.
-            while (version < number - 1 - lag) if lag != "newest" else not self._params.empty():
+            while not self._params.empty() if lag == "newest" else version < number - 1 - lag:
                 version, params = self._params.get("new parameters from the learner")
                 self.agent.load(params)
                 synchronize_stream(self.device)  # before their memory is freed and reused

@@ -71,8 +71,8 @@ class Collectives:
         self.all_reduce_seconds = 0.0
         """total time spent on sums over shards (on a GPU: on launching them)"""
         # Within a group, one learner sends the new parameters to the processes that only act.
-        self._sends_params = layout.learner(member.group * len(layout.learner_device_ids)).rank
-        self._receive_params = [p.rank for p in layout.members if p.group == member.group and p.learner is None]
+        self._params_source = layout.learner(member.group * len(layout.learner_device_ids)).rank
+        self._params_receivers = [p.rank for p in layout.members if p.group == member.group and p.learner is None]
         self._learners = self._store = None
         if len(layout.members) == 1:
             return
@@ -99,7 +99,7 @@ class Collectives:
         if self._store is not None:
             dist.destroy_process_group()
 
-    def begin(self, phase: str, number: int) -> None:
+    def note_phase(self, phase: str, number: int) -> None:
         """Notes, for ``last_of_all``, that this process has reached one of PHASES of rollout ``number``."""
         with suppress(RuntimeError):  # if the store is gone, the next operation says so
             if self._store is not None:
@@ -194,11 +194,11 @@ class Collectives:
         Returns:
             what was sent or received, or the arguments if neither.
         """
-        if not self._receive_params:
+        if not self._params_receivers:
             return params, is_last
         message, rank = torch.cat([params, params.new_tensor([float(is_last)])]), self._member.rank
-        sends = [(to, message) for to in self._receive_params] if rank == self._sends_params else []
-        receives = [(self._sends_params, message)] if rank in self._receive_params else []
+        sends = [(to, message) for to in self._params_receivers] if rank == self._params_source else []
+        receives = [(self._params_source, message)] if rank in self._params_receivers else []
         self.finish(self.start(sends, receives, "the new parameters"))
         return message[:-1], message[-1].item() > 0
 

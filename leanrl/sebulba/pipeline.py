@@ -60,9 +60,9 @@ class Pipeline:
         """
         if self._begun < number:
             if self.threads:
-                self.collectives.begin("playing rollout", number)
+                self.collectives.note_phase("playing rollout", number)
             self._begin(number, stop)
-        self.collectives.begin("sending rollout", number)
+        self.collectives.note_phase("sending rollout", number)
         self.collectives.finish(self.in_flight)
         headers = [(piece, self._fill(number, piece, rollout)) for piece, rollout in self._mine]
         for thread, rollouts in self._played:

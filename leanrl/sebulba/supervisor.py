@@ -41,10 +41,11 @@ def supervise(start: Start, script_file: str) -> None:
         SystemExit: something failed.
     """
     args, layout, slurm = start.args, start.layout, start.slurm
-    run_dir = None if args.resume is not None or args.run_name is None else run_directory(args)
-    if run_dir is not None and os.path.exists(run_dir / "args.json"):
-        # The lead would say so itself, but other groups would keep waiting for it.
-        raise bad("run_name", args.run_name, f"{run_dir} exists; continue it with --resume {run_dir}")
+    if args.resume is None and args.run_name is not None:
+        run_dir = run_directory(args)
+        if os.path.exists(run_dir / "args.json"):
+            # The lead would say so itself, but other groups would keep waiting for it.
+            raise bad("run_name", args.run_name, f"{run_dir} exists; continue it with --resume {run_dir}")
     group_size = len(layout.device_ids)
     first_rank = 0 if slurm is None else slurm.number * group_size
     tasks_here = 1 if slurm is None else slurm.tasks_here

@@ -53,9 +53,6 @@ class Worker:
             # Before the rendezvous, so that an existing run directory is refused at once.
             self._run = Run(args, script_file, start.device, start.num_updates * batch_size)
             self._run.model = lambda: {"agent": agent.state_dict(), "network": network}
-            if args.checkpoint_every is not None and args.checkpoint_every < batch_size:
-                reason = f"less than the {batch_size} steps of an update: every update will be saved"
-                print(f"warning: --checkpoint-every {args.checkpoint_every}: {reason}", file=sys.stderr, flush=True)
         self._collectives = Collectives(layout, member, start.device, args)
         self.sum_over_shards = self._collectives.sum_over_shards
         first_step = self._share_start()
@@ -131,10 +128,10 @@ class Worker:
             self._pieces = self._pipeline.exchange(number, self._stop.requested and not learns)
             if learns:
                 self._filled, self._reduced = time.time(), self._collectives.all_reduce_seconds
-                self._collectives.begin("update", number)
+                self._collectives.note_phase("update", number)
                 yield number
             else:
-                self._collectives.begin("parameters of update", number)
+                self._collectives.note_phase("parameters of update", number)
                 params, self._is_last = self._collectives.pass_params(flatten(self._agent))
                 self._give_params(params)
             if self._is_last:
@@ -161,7 +158,7 @@ class Worker:
         number, collectives, lr = self._number, self._collectives, self._optimizer.param_groups[0]["lr"]
         synchronize_stream(self._start.device)
         times = self._started, self._filled, time.time(), collectives.all_reduce_seconds - self._reduced
-        collectives.begin("report of update", number)
+        collectives.note_phase("report of update", number)
         reports = collectives.gather_reports(Report(*times, self._pieces, ended_episodes(self._layout, self.shards)))
         if self._run is not None:
             self._run.record_episodes(*returns_and_lengths(reports))
@@ -176,7 +173,7 @@ class Worker:
                 names = [self._layout.learner(i).name for i in (learner, 0)]
                 raise RuntimeError(f"the parameters of {' and '.join(names)} differ after update {number}")
         self._is_last = is_last or any(stops)
-        collectives.begin("parameters of update", number)
+        collectives.note_phase("parameters of update", number)
         collectives.pass_params(params, self._is_last)
         self._give_params(params)
         if self._run is not None:
@@ -195,7 +192,7 @@ class Worker:
         run, target = self._run, self._args.target_return
         if run is None:
             return self._stop.requested
-        stop = run.stop_requested  # first, because the time may run out between the two
+        stop = run.stop_requested  # read first: if time ran out in between, the run would count as interrupted
         reached = target is not None and run.episodes >= 100 and run.episodic_return >= target
         self._has_enough = reached or run.seconds_left <= 0
         return stop or self._has_enough
@@ -213,7 +210,7 @@ class Worker:
 def join(start: Start, script_file: str, agent: nn.Module, optimizer, network: dict) -> Iterator[Worker]:
     """Joins the run as the process that ``start`` describes: meets the others and takes over the lead's state.
 
-    The process ends with the block; a failure in it is reported.
+    At the end of the block the process exits; an error in the block is reported first.
 
     Args:
         script_file: ``__file__`` of the script.

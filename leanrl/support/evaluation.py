@@ -32,27 +32,24 @@ MAX_VIDEO_FPS = 30
 
 
 def load_model(run_dir: Path, file: str = "model.pt") -> dict:
-    """The script and args of a run, and the model in ``model.pt`` or in a snapshot.
+    """A run's model, from ``model.pt`` or a snapshot: what the script's ``load_policy`` needs.
 
     Raises:
-        UsageError: not a run directory, trained without ``--save-model``, or a damaged file.
+        UsageError: trained without ``--save-model``, or a damaged file.
     """
-    run = read_args_json(run_dir)
     path = run_dir / file
     if not path.exists():
         raise UsageError(f"{run_dir}: has no {file}; train with --save-model")
     try:
-        model = torch.load(path, map_location="cpu", weights_only=True)["model"]
+        return torch.load(path, map_location="cpu", weights_only=True)["model"]
     except Exception as error:  # torch.load raises almost anything on damaged input
         raise UsageError(f"{path}: damaged or not a saved model ({type(error).__name__})") from None
-    return {"script": str(run["script"]), "args": run["args"], "model": model}
 
 
-def training_script(run_dir: Path, saved: dict) -> ModuleType:
-    """The training script that a saved model names; UsageError if it is not one of ours."""
+def training_script(run_dir: Path, name: str) -> ModuleType:
+    """The training script ``name``; UsageError, about the run that names it, if it is not one of ours."""
     # The name comes from a file: it may choose one of our scripts, but not make Python import anything else.
-    scripts = {path.stem for path in Path(__file__).parents[1].glob("*.py")} - {"__init__"}
-    if (name := saved["script"]) not in scripts:
+    if name not in {path.stem for path in Path(__file__).parents[1].glob("[!_]*.py")}:
         raise UsageError(f"{run_dir}: was made by {name}, which is not a script of this version")
     return importlib.import_module(f"leanrl.{name}")
 
@@ -79,20 +76,20 @@ def play(
     Raises:
         UsageError: no usable model, an unknown script, sticky actions outside Atari, or no way to render here.
     """
-    saved = load_model(run_dir, file)
-    script = script or training_script(run_dir, saved)
-    protocol = atari_protocol(script, saved["args"])
+    run, model = read_args_json(run_dir), load_model(run_dir, file)
+    script = script or training_script(run_dir, str(run["script"]))
+    protocol = atari_protocol(script, run["args"])
     if sticky and protocol is None:
-        raise UsageError(f"--sticky: {saved['args']['env_id']} has none; sticky actions are for Atari games")
+        raise UsageError(f"--sticky: {run['args']['env_id']} has none; sticky actions are for Atari games")
     # Raw rewards, but lives as in training: under episodic_life EnvPool presses fire to serve the next ball, and an
     # agent that never had to do so itself would let time run out.
     protocol = protocol and protocol._replace(reward_clip=False, repeat_action_probability=0.25 if sticky else 0.0)
-    with closing(make_evaluation_envs(saved["args"], episodes, seed, video is not None, protocol)) as envs:
+    with closing(make_evaluation_envs(run["args"], episodes, seed, video is not None, protocol)) as envs:
         try:
-            policy = script.load_policy(saved["model"], envs)
+            policy = script.load_policy(model, envs)
         except Exception as error:  # missing tensors, other shapes: anything a foreign file leads to
             reason = str(error).strip().splitlines() or [type(error).__name__]
-            raise UsageError(f"{run_dir / file}: does not fit {saved['script']} ({reason[0]})") from None
+            raise UsageError(f"{run_dir / file}: does not fit {run['script']} ({reason[0]})") from None
         rng = np.random.default_rng(seed)
         returns, playing = np.zeros(episodes), np.ones(episodes, bool)
         # disable=None: shown only on a terminal.

@@ -32,7 +32,7 @@ def upload_run(run_dir: Path, entity: str) -> str:
     from huggingface_hub import HfApi
 
     run = read_args_json(run_dir)
-    name = f"{run['args']['env_id'].replace('/', '-')}-{run['script']}-seed{run['args']['seed']}"
+    name = f"{run['args']['env_id'].replace('/', '-').replace(':', '-')}-{run['script']}-seed{run['args']['seed']}"
     try:
         api = HfApi()
         repo = api.create_repo(f"{entity}/{name}" if entity else name, exist_ok=True)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def max_pool_same(x: Tensor) -> Tensor:
-    """Maxima of 3x3 windows, two apart: [B, C, H, W] -> [B, C, ⌈H/2⌉, ⌈W/2⌉]
+    """3x3 max-pooling with stride 2: [B, C, H, W] -> [B, C, ⌈H/2⌉, ⌈W/2⌉]
 
     The padding is SAME, as in TensorFlow and Flax: an odd size is padded on both sides, an even one at the end only.
     """

@@ -39,7 +39,7 @@ VERSIONED_PACKAGES = ("torch", "tensordict", "numpy", "gymnasium", "envpool", "m
 
 
 def say(line: str) -> None:
-    """Prints ``line``, or nothing if that fails: Ctrl-C also ends a ``tee`` that the output is piped to."""
+    """Prints ``line``. If stdout is broken (Ctrl-C also ends a ``tee`` behind it), all further output is discarded."""
     try:
         print(line, flush=True)
     except OSError:
@@ -142,6 +142,7 @@ class Run:
         self._stop = StopRequest()
         self.snapshots_due = 0
         self.model: Callable[[], dict] | None = None
+        self._summary: dict | None = None
 
         if args.resume is not None:
             self.dir = Path(args.resume)
@@ -212,7 +213,7 @@ class Run:
 
     def __exit__(self, exception_type, exception, traceback) -> None:
         self._progress.close()
-        self._tracker.close()
+        self._tracker.close(failed=self._summary is None)
         self._stop.__exit__()
 
     @contextmanager
@@ -220,7 +221,7 @@ class Run:
         """Times what happens once, before the loop: compilation and capture.
 
         Args:
-            errors_end: raise errors even after a stop was requested, although the stop may have caused them.
+            errors_end: raise errors even if a stop was requested, which may have caused them.
         """
         start = time.perf_counter()
         try:
@@ -359,7 +360,7 @@ class Run:
         if self.args.snapshot_seconds is not None:
             self._save_snapshot()
         self.checkpoint(state)
-        summary = {
+        summary = self._summary = {
             "script": self.script,
             **{name: getattr(self.args, name, False) for name in SUMMARY_FLAGS},
             "device": str(self.device),

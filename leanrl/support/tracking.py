@@ -53,11 +53,12 @@ class Tracker:
         if self._wandb is not None:
             self._wandb.log({"global_step": global_step, **metrics})
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
+        """Ends the log; W&B also shows whether the run ``failed``."""
         self._file.close()
         self._tensorboard.close()
         if self._wandb is not None:
-            self._wandb.finish()
+            self._wandb.finish(exit_code=int(failed))
 
 
 def _start_wandb(run_dir: Path, args):
@@ -67,4 +68,5 @@ def _start_wandb(run_dir: Path, args):
     mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False, verify=False) else "offline")
     where = {"project": args.wandb_project_name, "entity": args.wandb_entity, "dir": str(run_dir)}
     resume = "allow" if mode == "online" else None
-    return wandb.init(**where, name=run_dir.name, id=run_dir.name, resume=resume, config=vars(args), mode=mode)
+    run_id = run_dir.name.translate(dict.fromkeys(map(ord, ":;,#?/'"), "-"))  # W&B refuses these
+    return wandb.init(**where, name=run_dir.name, id=run_id, resume=resume, config=vars(args), mode=mode)

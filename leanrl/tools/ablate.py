@@ -73,7 +73,7 @@ def seconds_of(row: Row, side: Contender, seed: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
         cache = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/cache"} if row.is_start else {}
-        trial = run_trial(side, seed, Path(folder), output=log, **cache)
+        trial = run_trial(side, seed, Path(folder), exits=False, output=log, **cache)
         if trial.failure:
             raise RuntimeError(f"{trial.failure}\n{end_of(log)}")
     return trial.summary["warmup_seconds"] if row.is_start else 1 / trial.summary["sps"]

@@ -10,15 +10,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import tyro
 
 from leanrl.support.errors import UsageError, bad, pip_command
 from leanrl.support.run import machine_facts, write_json_atomically
-
-Args = TypeVar("Args")
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart, without the one too pale for lines.
 COLORS = ("#7f7f7f", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
@@ -28,7 +25,7 @@ MODE_COLORS |= {"-compile": COLORS[1], ":compile": COLORS[1], "_torchcompile": C
 MODE_COLORS[""] = COLORS[0]
 
 
-def run_tool(main: Callable[[Args], int | None], args_type: type[Args]) -> None:
+def run_tool(main: Callable, args_type: type) -> None:
     """Entry point of every tool: parses the command line, calls ``main(args)`` and exits with what it returns.
 
     The module's docstring is the help text. A UsageError, or a missing package, becomes one line on stderr and exit

@@ -116,8 +116,8 @@ def measured_contenders(name: Name, device: torch.device, leanrl: str | None = N
     return contenders
 
 
-def counts_most(contender: Contender) -> bool:
-    """Whether a contender runs first: the plainest of an algorithm, and those with everything that makes it fast."""
+def runs_first(contender: Contender) -> bool:
+    """Whether it is the plainest of an algorithm, or has everything that makes it fast."""
     plain = "--" not in contender.label and "_torchcompile" not in contender.label
     return plain or any(f"--compile {graphs}" in contender.label for graphs in ("--cudagraphs", "--one-graph"))
 
@@ -145,12 +145,12 @@ def examine(args: Args, device: torch.device) -> int:
         write_json_atomically(out / "gpu.json", record)
 
     write_checks()
-    left = 0
+    skipped = 0
     passed = {name for name, row in checks.items() if row["passed"]}
     end_of_checks = Deadline(end.at - (1 - CHECK_SHARE) * args.seconds)
     for row in check(end_of_checks, passed, out / "checks"):
         if row is None:
-            left += 1
+            skipped += 1
             continue
         print(f"{'passed' if row['passed'] else 'FAILED'}: {row['check']}: {row['detail']}", flush=True)
         checks[row["check"]] = row
@@ -167,10 +167,9 @@ def examine(args: Args, device: torch.device) -> int:
         if end.seconds_left >= RUN_SECONDS:
             print(f"[{position}/{len(turns)}] {contender.label}, round {seed}", flush=True)
             own = contender, seed, out / "runs", end
-            # With an output, even None, bad input ends this run alone.
-            trial = run_upstream(*own) if contender.label.startswith(UPSTREAM) else trials.run_trial(*own, output=None)
+            trial = run_upstream(*own) if contender.label.startswith(UPSTREAM) else trials.run_trial(*own, exits=False)
         if trial is None or (trial.failure and end.seconds_left <= 0):
-            left += len(turns) - position + 1
+            skipped += len(turns) - position + 1
             break
         found[name] = [t for t in found[name] if (t.label, t.seed) != (trial.label, seed)] + [trial]
         write_json_atomically(out / name / "compare.json", record_of(found[name], contenders[name], device))
@@ -183,8 +182,8 @@ def examine(args: Args, device: torch.device) -> int:
     print(f"\nchecks: {sum(row['passed'] for row in checks.values())} of {len(checks)} passed\nresults: {out}")
     for what in failed:
         print(f"FAILED: {what}")
-    if left:
-        print(f"no time left for {left} checks and runs; repeat the command with --out {out} to continue")
+    if skipped:
+        print(f"no time left for {skipped} checks and runs; repeat the command with --out {out} to continue")
     return 1 if failed else 0
 
 
@@ -224,7 +223,7 @@ def turns_of(contenders: dict[Name, list[Contender]], rounds: int) -> list[tuple
     """(algorithm, contender, round), round by round: the most important first; the order reverses with every round."""
     every = [(name, contender) for name, group in contenders.items() for contender in group]
     turns = [(*turn, seed) for seed, turn in trials.rounds_of(every, range(1, rounds + 1))]
-    return sorted(turns, key=lambda turn: (turn[2], not counts_most(turn[1])))
+    return sorted(turns, key=lambda turn: (turn[2], not runs_first(turn[1])))
 
 
 def record_of(results: list[Trial], contenders: list[Contender], device: torch.device) -> dict:

@@ -17,20 +17,26 @@ import importlib
 import itertools
 import math
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
+import numpy as np
+import torch
 import tyro
 
-from leanrl.sebulba.args import check_devices, validate_runtime
+from leanrl.sebulba.args import check_devices, learner_threads, validate_runtime
+from leanrl.sebulba.environments import make_pool
 from leanrl.sebulba.layout import Layout, parse_layout
+from leanrl.sebulba.rollout import Rollout
 from leanrl.support.devices import available_cores
 from leanrl.support.errors import UsageError, bad, require_at_least, require_positive, typed
+from leanrl.support.tracking import read_metrics
 from leanrl.tools import common
-from leanrl.tools.profile import LayoutParts, cost_of, measure_layouts
 from leanrl.tools.trials import DISTRIBUTED, SCRIPTS, read_json, run_groups
 
 # Up to 128 devices, in groups of one and of four (whose three learners may not divide the environments evenly).
@@ -43,11 +49,13 @@ LAYOUTS = (
 FACTORS = (0.5, 1, 2, 4)
 # The share of the best speed that counts as equally good.
 NEARLY = 0.95
+LOOPBACK = 2e-4, 3.3e-10
+"""Latency in seconds, and seconds per byte, between processes of a machine, as in doc/benchmarks/cleanba.md."""
 
 
 @dataclass
 class Args(common.OutArgs):
-    script: str = "cleanba_ppo"
+    script: Literal[*DISTRIBUTED] = "cleanba_ppo"
     """distributed script"""
     layouts: tuple[str, ...] = LAYOUTS
     """layouts to predict"""
@@ -75,6 +83,122 @@ class Prediction(NamedTuple):
     seconds: dict[str, float]
     """seconds of an iteration: rollout, transfer, update, all-reduce"""
     bottleneck: str
+
+
+# ------------------------------------------------------------------------------------------------------------- PARTS
+
+
+class Cost(NamedTuple):
+    """Wall-clock seconds of a piece of work run alone, and its core-seconds; for a rollout, also its two parts."""
+
+    wall: float
+    cores: float
+    inference: float = 0.0
+    emulation: float = 0.0
+
+
+Measured = tuple[tuple[int, Cost], tuple[int, Cost]]
+"""(environments, cost) twice, the smaller number first"""
+
+
+def cost_of(num_envs: int, measured: Measured) -> Cost:
+    """The cost for ``num_envs`` environments, on a straight line through the two that were measured."""
+    (n0, c0), (n1, c1) = measured
+    weight = (num_envs - n0) / (n1 - n0)
+    # Far below both measured sizes, a line through two noisy numbers may fall below 0.
+    return Cost(*(max(a + weight * (b - a), 0.2 * a) for a, b in zip(c0, c1, strict=True)))
+
+
+@dataclass(frozen=True)
+class LayoutParts:
+    """The measured parts of which layouts of actors and learners are made."""
+
+    rollout: Measured
+    """of one actor thread, by its number of environments"""
+    update: Measured
+    """of a learner, by its number of environments"""
+    update_alone: Measured
+    """likewise, with the CPU threads of a learner that is the only process"""
+    update_beside: Measured
+    """likewise, of one of two learners at the same time on this machine, without their gradient sums"""
+    message: tuple[float, float]
+    """latency in seconds, and seconds per byte, from process to process"""
+    reduction: tuple[float, float]
+    """likewise, of a sum over two learners; here the latency includes the wait for the other one"""
+    rollout_bytes: int
+    """of one environment"""
+    params: int
+    steps: int
+    """optimiser steps of an update"""
+
+
+def measure_layouts(
+    script: str, flags: Sequence[str], args, device: torch.device, num_envs: int, repeats: int, nvlink_gbytes: float
+) -> LayoutParts:
+    """Measures the parts with short runs of a distributed script, each at two sizes.
+
+    Args:
+        flags: of the script; ``args`` were parsed from them.
+        num_envs: environments of a learner, divisible into its minibatches; the other size is twice as many.
+        repeats: measured iterations; the median counts.
+        nvlink_gbytes: GB/s between GPUs; neither it nor LOOPBACK is measured.
+
+    Raises:
+        SystemExit: a run failed.
+    """
+    with closing(make_pool(args.env_id, range(1), args.seed, args.protocol, args.env_backend)) as pool:
+        space, action_space = pool.single_observation_space, pool.single_action_space
+    agent = importlib.import_module(f"leanrl.{script}").make_agent(space, action_space, args)
+    rollout = Rollout.allocate(space, action_space, args.num_steps, 1, torch.device("cpu"))
+    threads = threads_alone = args.num_threads or 1
+    if device.type == "cpu":
+        one_process = Layout((0,), (0,), 1, args.num_actor_threads, args.local_num_envs)
+        threads_alone = learner_threads(args, one_process, is_image=space.dtype == np.uint8)
+    env_threads = args.env_threads or max(1, available_cores() // args.num_actor_threads)
+
+    def run(learner_envs: int, num_threads: int, learners: str = "0") -> tuple[Cost, Cost, float, int]:
+        """Of an iteration: the cost of an actor thread's rollout and of an update, seconds of sums, optimiser steps."""
+        local_num_envs = learner_envs * len(learners)
+        words = ["--actor-device-ids", "0", "--learner-device-ids", *learners, "--num-actor-threads=1"]
+        words += [f"--local-num-envs={local_num_envs}", f"--num-threads={num_threads}", f"--env-threads={env_threads}"]
+        words += [f"--{name}=None" for name in ("num-shards", "max-seconds", "target-return", "evaluate-episodes")]
+        total_steps = (repeats + 1) * local_num_envs * args.num_steps
+        words += ["--policy-lag=0", "--log-frequency=1", f"--total-timesteps={total_steps}"]
+        words += ["--no-track", "--no-upload-model"]
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, str(SCRIPTS / f"{script}.py"), *flags, *words]
+            run_groups(script, [*command, f"--runs-dir={folder}", "--run-name=run"], 1)
+            _, *points = read_metrics(Path(folder, "run"))
+            steps = read_json(Path(folder, "run", "summary.json"))["optimizer_steps"] // (repeats + 1)
+        names = ("rollout", "inference", "device_to_host", "env_step", "update", "all_reduce")
+        playing, inference, copying, emulation, updating, summing = np.median(
+            [[point[f"stats/{name}_time"] for name in names] for point in points], axis=0
+        ).tolist()
+        # Every thread counts as busy, as those of an update are: they spin while they wait.
+        play = Cost(playing, playing + (env_threads - 1) * emulation, inference + copying, emulation)
+        return play, Cost(updating - summing, (updating - summing) * num_threads), summing, steps
+
+    def measured(runs: Sequence[tuple], part: int) -> Measured:
+        return tuple((size, run[part]) for size, run in zip(sizes, runs, strict=True))
+
+    sizes = num_envs, 2 * num_envs
+    one = [run(size, threads) for size in sizes]
+    alone = one if threads_alone == threads else [run(size, threads_alone) for size in sizes]
+    # Two processes on one CPU say nothing about GPUs.
+    beside = one if device.type == "cuda" else [run(size, threads, "01") for size in sizes]
+    *_, summing, steps = beside[-1]
+    nvlink = 20e-6, 1 / (1e9 * nvlink_gbytes)
+    return LayoutParts(
+        rollout=measured(one, 0),
+        update=measured(one, 1),
+        update_alone=measured(alone, 1),
+        update_beside=measured(beside, 1),
+        message=nvlink if device.type == "cuda" else LOOPBACK,
+        reduction=nvlink if device.type == "cuda" else (summing / steps, 0.0),
+        rollout_bytes=len(rollout.buffer),
+        params=sum(parameter.numel() for parameter in agent.parameters()),
+        steps=steps,
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- PREDICTION
@@ -154,8 +278,8 @@ def predict(text: str, parts: LayoutParts, script_args, cores: int, machines: in
     if slowest == "rollout":
         slowest = "emulation" if play.emulation > play.inference else "inference"
     sps = layout.num_envs * script_args.num_steps / whole
-    numbers = len(layout.members), threads, layout.local_num_envs, layout.num_envs
-    return Prediction(text, *numbers, sps, seconds, slowest)
+    sizes = len(layout.members), threads, layout.local_num_envs, layout.num_envs
+    return Prediction(text, *sizes, sps, seconds, slowest)
 
 
 def recommend(predictions: Sequence[Prediction]) -> list[str]:
@@ -186,7 +310,7 @@ def run_layout(text: str, args: Args, script_args, folder: Path) -> float:
     actors, learners, num_groups = parse_layout(text)
     num_envs = script_args.local_num_envs * script_args.num_actor_threads * len(actors) * num_groups
     total = args.check_updates * num_envs * script_args.num_steps
-    command = [sys.executable, str(SCRIPTS / f"{args.script}.py"), *args.script_args]
+    command = [sys.executable, str(SCRIPTS / f"{args.script}.py"), *args.script_args, "--no-track", "--no-upload-model"]
     command += ["--actor-device-ids", *map(str, actors), "--learner-device-ids", *map(str, learners)]
     command += [f"--total-timesteps={total}", "--runs-dir", str(folder), "--run-name", text.replace(",", "")]
     run_groups(text, command, num_groups)
@@ -213,8 +337,6 @@ def render(predictions: Sequence[Prediction], measured: dict[str, float]) -> str
 def main(args: Args) -> int:
     require_at_least(args, 1, "repeats", "check_updates")
     require_positive(args, "nvlink_gbytes", "network_gbytes")
-    if args.script not in DISTRIBUTED:
-        raise bad("script", args.script, f"is not a distributed script; choose from {', '.join(DISTRIBUTED)}")
     module = importlib.import_module(f"leanrl.{args.script}")
     script_args = tyro.cli(module.Args, args=list(args.script_args), prog=args.script)
     module.validate(script_args)
@@ -242,16 +364,16 @@ def main(args: Args) -> int:
     what = args.script, args.script_args, script_args, device
     parts = measure_layouts(*what, learner_envs, args.repeats, args.nvlink_gbytes)
 
-    def speed(text: str, numbers) -> Prediction:
+    def speed(text: str, flags) -> Prediction:
         machines = 1 if text in args.check else layouts[text].num_groups
-        return predict(text, parts, numbers, cores, machines, args.network_gbytes)
+        return predict(text, parts, flags, cores, machines, args.network_gbytes)
 
     predictions = [speed(text, script_args) for text in layouts]
     advice = recommend([speed(*plan) for plan in alternatives(layouts, module, script_args, cores)])
-    measured = {}
+    measured, folder = {}, out / "runs" / time.strftime("%Y%m%d-%H%M%S")
     for text in args.check:
         print(f"running {text}", flush=True)
-        measured[text] = run_layout(text, args, script_args, out / "runs")
+        measured[text] = run_layout(text, args, script_args, folder)
     record = {**common.benchmark_record("plan_layout", device), "parts": asdict(parts), "measured": measured}
     record["predictions"] = [prediction._asdict() for prediction in predictions]
     record |= {"left_out": left_out, "advice": advice}

@@ -20,7 +20,6 @@ import itertools
 import math
 import multiprocessing
 import os
-import sys
 import tempfile
 import time
 import timeit
@@ -28,23 +27,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, closing, nullcontext, redirect_stdout
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 from unittest.mock import patch
 
-import numpy as np
 import torch
 import tyro
 
-from leanrl.sebulba.args import learner_threads
-from leanrl.sebulba.environments import make_pool
-from leanrl.sebulba.layout import Layout
-from leanrl.sebulba.rollout import Rollout
 from leanrl.support.devices import available_cores, resolve_device, synchronize_stream
 from leanrl.support.errors import UsageError, require_at_least
 from leanrl.support.executables import CPU_OPTIONS
 from leanrl.support.run import Run
-from leanrl.support.tracking import read_metrics
 from leanrl.tools import common, trials
 
 KINDS = {
@@ -73,9 +65,6 @@ COLUMNS = {
 ALONE_SECONDS = 3.0
 """for how long the environments alone are timed"""
 
-LOOPBACK = 2e-4, 3.3e-10
-"""Latency in seconds, and seconds per byte, between processes of a machine, as in doc/benchmarks/cleanba.md."""
-
 
 @dataclass
 class Args(common.OutArgs):
@@ -98,13 +87,14 @@ def main(args: Args) -> int:
     require_at_least(args, 10, "steps")
     if not args.scripts:
         raise UsageError("name scripts: SCRIPT[:MODE] ... [-- FLAGS]")
-    for entry in args.scripts:
-        contender_of(entry, args.script_args)  # raises if it cannot run
+    contenders = [contender_of(entry, args.script_args) for entry in args.scripts]
     out = common.results_folder(args, "profile")
     rows = []
-    for entry in args.scripts:
-        print(f"profiling {entry}", flush=True)
-        rows.append(measure(entry, args.script_args, args.steps))
+    for contender in contenders:
+        print(f"profiling {contender.label}", flush=True)
+        module, flags = trials.script_and_flags(contender)
+        row = in_process(take_apart, module.__name__.rpartition(".")[2], flags, args.steps)
+        rows.append({"who": " ".join([contender.label, *args.script_args]), **row})
     record = {**common.benchmark_record("profile", trials.target_device(args.script_args)), "rows": rows}
     text = f"{common.describe_machine(record['machine'])}\n\n{render(record)}"
     common.write_results(out, "profile", record, text, draw(record))
@@ -125,22 +115,6 @@ def contender_of(entry: str, flags: Sequence[str]) -> trials.Contender:
         raise UsageError(f"{entry}: must be one mode of a script, as in td3_continuous_action_torchcompile:compile")
     trials.require_valid(contender)
     return contender
-
-
-def measure(entry: str, flags: Sequence[str] = (), steps: int = Args.steps) -> dict:
-    """One row of the record: microseconds of an environment step by kind, the speed, and the floors.
-
-    Args:
-        entry: ``SCRIPT[:MODE]`` and its own flags; ``flags`` come before them.
-        steps: environment steps to measure, see Args.
-
-    Raises:
-        UsageError: it cannot run.
-    """
-    contender = contender_of(entry, flags)
-    module, words = trials.script_and_flags(contender)
-    row = in_process(take_apart, module.__name__.rpartition(".")[2], words, steps)
-    return {"who": " ".join([contender.label, *flags]), **row}
 
 
 # ---------------------------------------------------------------------------------------------------- IN A PROCESS
@@ -343,121 +317,6 @@ def draw(record: dict):
     labels = sorted(handles, key=[*parts, *handles].index)  # in the order of the bars
     figure.legend([*map(handles.get, labels)], labels, loc="outside lower center", ncols=4, frameon=False)
     return figure
-
-
-# ------------------------------------------------------------------------------------------- PARTS OF LAYOUTS
-
-
-class Cost(NamedTuple):
-    """Wall-clock seconds of a piece of work run alone, and its core-seconds; for a rollout, also its two parts."""
-
-    wall: float
-    cores: float
-    inference: float = 0.0
-    emulation: float = 0.0
-
-
-Measured = tuple[tuple[int, Cost], tuple[int, Cost]]
-"""(environments, cost) twice, the smaller number first"""
-
-
-def cost_of(num_envs: int, measured: Measured) -> Cost:
-    """The cost for ``num_envs`` environments, on a straight line through the two that were measured."""
-    (n0, c0), (n1, c1) = measured
-    weight = (num_envs - n0) / (n1 - n0)
-    # Far below both measured sizes, a line through two noisy numbers may fall below 0.
-    return Cost(*(max(a + weight * (b - a), 0.2 * a) for a, b in zip(c0, c1, strict=True)))
-
-
-@dataclass(frozen=True)
-class LayoutParts:
-    """The measured parts of which layouts of actors and learners are made."""
-
-    rollout: Measured
-    """of one actor thread, by its number of environments"""
-    update: Measured
-    """of a learner, by its number of environments"""
-    update_alone: Measured
-    """likewise, with the CPU threads of a learner that is the only process"""
-    update_beside: Measured
-    """likewise, of one of two learners at the same time on this machine, without their gradient sums"""
-    message: tuple[float, float]
-    """latency in seconds, and seconds per byte, from process to process"""
-    reduction: tuple[float, float]
-    """likewise, of a sum over two learners; here the latency includes the wait for the other one"""
-    rollout_bytes: int
-    """of one environment"""
-    params: int
-    steps: int
-    """optimiser steps of an update"""
-
-
-def measure_layouts(
-    script: str, flags: Sequence[str], args, device: torch.device, num_envs: int, repeats: int, nvlink_gbytes: float
-) -> LayoutParts:
-    """Measures the parts with short runs of a distributed script, each at two sizes.
-
-    Args:
-        flags: of the script; ``args`` were parsed from them.
-        num_envs: environments of a learner, divisible into its minibatches; the other size is twice as many.
-        repeats: measured iterations; the median counts.
-        nvlink_gbytes: GB/s between GPUs; neither it nor LOOPBACK is measured.
-
-    Raises:
-        SystemExit: a run failed.
-    """
-    with closing(make_pool(args.env_id, range(1), args.seed, args.protocol, args.env_backend)) as pool:
-        space, action_space = pool.single_observation_space, pool.single_action_space
-    agent = importlib.import_module(f"leanrl.{script}").make_agent(space, action_space, args)
-    rollout = Rollout.allocate(space, action_space, args.num_steps, 1, torch.device("cpu"))
-    threads = threads_alone = args.num_threads or 1
-    if device.type == "cpu":
-        one_process = Layout((0,), (0,), 1, args.num_actor_threads, args.local_num_envs)
-        threads_alone = learner_threads(args, one_process, is_image=space.dtype == np.uint8)
-    env_threads = args.env_threads or max(1, available_cores() // args.num_actor_threads)
-
-    def run(learner_envs: int, num_threads: int, learners: str = "0") -> tuple[Cost, Cost, float, int]:
-        """Of an iteration: the cost of an actor thread's rollout and of an update, seconds of sums, optimiser steps."""
-        local_num_envs = learner_envs * len(learners)
-        words = ["--actor-device-ids", "0", "--learner-device-ids", *learners, "--num-actor-threads=1"]
-        words += [f"--local-num-envs={local_num_envs}", f"--num-threads={num_threads}", f"--env-threads={env_threads}"]
-        words += [f"--{name}=None" for name in ("num-shards", "max-seconds", "target-return", "evaluate-episodes")]
-        total_steps = (repeats + 1) * local_num_envs * args.num_steps
-        words += ["--policy-lag=0", "--log-frequency=1", f"--total-timesteps={total_steps}"]
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, str(trials.SCRIPTS / f"{script}.py"), *flags, *words]
-            trials.run_groups(script, [*command, f"--runs-dir={folder}", "--run-name=run"], 1)
-            _, *points = read_metrics(Path(folder, "run"))
-            steps = trials.read_json(Path(folder, "run", "summary.json"))["optimizer_steps"] // (repeats + 1)
-        names = ("rollout", "inference", "device_to_host", "env_step", "update", "all_reduce")
-        playing, inference, copying, emulation, updating, summing = np.median(
-            [[point[f"stats/{name}_time"] for name in names] for point in points], axis=0
-        ).tolist()
-        # Every thread counts as busy, as those of an update are: they spin while they wait.
-        play = Cost(playing, playing + (env_threads - 1) * emulation, inference + copying, emulation)
-        return play, Cost(updating - summing, (updating - summing) * num_threads), summing, steps
-
-    def measured(runs: Sequence[tuple], part: int) -> Measured:
-        return tuple((size, run[part]) for size, run in zip(sizes, runs, strict=True))
-
-    sizes = num_envs, 2 * num_envs
-    one = [run(size, threads) for size in sizes]
-    alone = one if threads_alone == threads else [run(size, threads_alone) for size in sizes]
-    # Two processes on one CPU say nothing about GPUs.
-    beside = one if device.type == "cuda" else [run(size, threads, "01") for size in sizes]
-    *_, summing, steps = beside[-1]
-    nvlink = 20e-6, 1 / (1e9 * nvlink_gbytes)
-    return LayoutParts(
-        rollout=measured(one, 0),
-        update=measured(one, 1),
-        update_alone=measured(alone, 1),
-        update_beside=measured(beside, 1),
-        message=nvlink if device.type == "cuda" else LOOPBACK,
-        reduction=nvlink if device.type == "cuda" else (summing / steps, 0.0),
-        rollout_bytes=len(rollout.buffer),
-        params=sum(parameter.numel() for parameter in agent.parameters()),
-        steps=steps,
-    )
 
 
 if __name__ == "__main__":

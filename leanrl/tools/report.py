@@ -183,13 +183,13 @@ def render(marker: str, root: Path, page: Path) -> tuple[str, dict[str, dict]]:
     """
     words = shlex.split(marker)
     names = [word for word in words if "=" not in word]
-    if names == ["headline"]:
+    is_headline = names == ["headline"]
+    if is_headline:
         names = [f"{line.script}/peers.json" for line in HEADLINE.values()]
     fields = dict(word.split("=", 1) for word in words if "=" in word)
     column = fields.pop("cell", None)
     try:
         records = [load(root / RESULTS / name) for name in names]
-        is_headline = words == ["headline"]
         text = headline(records) if is_headline else RENDER[records[0]["tool"]](selected(records, fields))
         tables = [block for block in text.split("\n\n") if block.startswith("|")]
         if column is not None:
@@ -229,7 +229,7 @@ def commits_of(record: dict) -> list[str]:
     """The commits of a record's runs, or of the tool itself; for curves none is known."""
     runs = [run["args"]["git_commit"] for run in record.get("runs", []) if run.get("args")]
     known = [record.get("git_commit"), record.get("machine", {}).get("git_commit")]
-    return list(dict.fromkeys(runs or filter(None, known)))
+    return list(dict.fromkeys(filter(None, runs or known)))
 
 
 def short(commit: str) -> str:

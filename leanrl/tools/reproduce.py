@@ -13,6 +13,7 @@ SLURM would start them, one task per group. The table is also written to OUT/tab
 import hashlib
 import itertools
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,12 +39,12 @@ TOLERANCE = 1e-5
 
 @dataclass
 class Args(common.OutArgs):
-    scripts: tuple[str, ...] = ("cleanba_ppo", "cleanba_impala")
+    scripts: tuple[Literal[*DISTRIBUTED], ...] = ("cleanba_ppo", "cleanba_impala")
     """distributed scripts"""
     layouts: tuple[str, ...] = LAYOUTS
     """layouts; the others are compared with the first"""
-    lags: tuple[int | Literal["newest"], ...] = (0, 1)
-    """values of --policy-lag; newest is refused, because it is not reproducible"""
+    lags: tuple[int, ...] = (0, 1)
+    """values of --policy-lag; not newest, which is not reproducible"""
     env_id: str = "CartPole-v1"
     """environment"""
     env_backend: EnvBackend = "envpool"
@@ -62,7 +63,7 @@ class Args(common.OutArgs):
     """cuda needs as many GPUs as a layout has devices"""
 
 
-class Run(NamedTuple):
+class Case(NamedTuple):
     """One run: what sets it apart from the others."""
 
     script: str
@@ -78,34 +79,34 @@ class Run(NamedTuple):
         return "_".join((*words, f"{self.updates}updates", str(self.repeat)))
 
 
-def command(run: Run, args: Args, folder: Path) -> list[str]:
+def command(case: Case, args: Args, folder: Path) -> list[str]:
     """The command line of a run, for ``run_groups``."""
-    actors, learners, num_groups = parse_layout(run.layout)
+    actors, learners, num_groups = parse_layout(case.layout)
     num_threads = num_groups * len(actors) * NUM_ACTOR_THREADS
     if args.num_envs % num_threads:
-        raise bad("num_envs", args.num_envs, f"{run.layout} has {num_threads} actor threads, which must divide it")
+        raise bad("num_envs", args.num_envs, f"{case.layout} has {num_threads} actor threads, which must divide it")
     return [
         sys.executable,
-        str(SCRIPTS / f"{run.script}.py"),
+        str(SCRIPTS / f"{case.script}.py"),
         *(f"--{name.replace('_', '-')}={getattr(args, name)}" for name in HANDED_ON),
-        f"--total-timesteps={run.updates * args.num_envs * args.num_steps}",
+        f"--total-timesteps={case.updates * args.num_envs * args.num_steps}",
         *("--actor-device-ids", *map(str, actors), "--learner-device-ids", *map(str, learners)),
         f"--num-actor-threads={NUM_ACTOR_THREADS}",
         f"--local-num-envs={args.num_envs // num_threads}",
         "--num-minibatches=2",
-        f"--policy-lag={run.lag}",
+        f"--policy-lag={case.lag}",
         "--num-threads=1",
-        *(["--exact-reduction"] if run.exact else []),
-        *("--runs-dir", str(folder), "--run-name", run.name),
+        *(["--exact-reduction"] if case.exact else []),
+        *("--runs-dir", str(folder), "--run-name", case.name),
     ]
 
 
-def execute(run: Run, args: Args, folder: Path) -> dict[str, torch.Tensor]:
+def run_case(case: Case, args: Args, folder: Path) -> dict[str, torch.Tensor]:
     """Completes one run and returns the tensors of its last checkpoint by name; SystemExit if it fails."""
-    *_, num_groups = parse_layout(run.layout)
-    run_groups(run.name, command(run, args, folder), num_groups)
-    identity = {"script": run.script, "env_id": args.env_id}
-    _, state = load_last_checkpoint(folder / run.name / "checkpoints", identity)
+    *_, num_groups = parse_layout(case.layout)
+    run_groups(case.name, command(case, args, folder), num_groups)
+    identity = {"script": case.script, "env_id": args.env_id}
+    _, state = load_last_checkpoint(folder / case.name / "checkpoints", identity)
     leaves, _ = tree_flatten_with_path(state["script"])
     return {str(path): leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
 
@@ -127,8 +128,8 @@ def compare_script(script: str, lag: int, args: Args, folder: Path) -> list[dict
     """Runs every layout of a script with one lag; returns a row for each, which says whether it equals the first."""
     rows = []
     for layout in args.layouts:
-        exact = execute(Run(script, layout, lag, True, args.updates), args, folder)
-        one = execute(Run(script, layout, lag, False, 1), args, folder)
+        exact = run_case(Case(script, layout, lag, True, args.updates), args, folder)
+        one = run_case(Case(script, layout, lag, False, 1), args, folder)
         if layout == args.layouts[0]:
             first_exact, first_one = exact, one
         apart = difference(one, first_one)
@@ -136,7 +137,7 @@ def compare_script(script: str, lag: int, args: Args, folder: Path) -> list[dict
         row |= {"equal": fingerprint(exact) == fingerprint(first_exact), "difference": apart}
         rows.append({**row, "close": apart <= TOLERANCE})
         print(f"{script}, lag {lag}, {layout}: {row['fingerprint']}", flush=True)
-    twice = [execute(Run(script, layout, lag, False, args.updates, repeat), args, folder) for repeat in (0, 1)]
+    twice = [run_case(Case(script, layout, lag, False, args.updates, repeat), args, folder) for repeat in (0, 1)]
     rows[-1]["repeatable"] = len({*map(fingerprint, twice)}) == 1
     return rows
 
@@ -164,23 +165,16 @@ def main(args: Args) -> int:
     """Returns 0 if every layout computes the same, else 1."""
     require_distinct(args, "scripts", "layouts", "lags")
     require_at_least(args, 1, "num_envs", "num_shards", "num_steps", "updates")
-    if "newest" in args.lags:
-        reason = "newest uses whatever parameters have arrived, which differs from run to run; give numbers only"
-        raise bad("lags", args.lags, reason)
     if min(args.lags) < 0:
         raise bad("lags", args.lags, "must be at least 0")
-    for script in args.scripts:
-        if script not in DISTRIBUTED:
-            raise bad("scripts", script, f"is not a distributed script; choose from {', '.join(DISTRIBUTED)}")
-    runs = [Run(script, layout, min(args.lags), True, 1) for script in args.scripts for layout in args.layouts]
-    contenders = [Contender(run.name, tuple(command(run, args, Path()))) for run in runs]
-    for run, contender in zip(runs, contenders, strict=True):
-        *_, num_groups = parse_layout(run.layout)
-        require_valid(contender, num_groups)
+    for script, layout in itertools.product(args.scripts, args.layouts):
+        case = Case(script, layout, min(args.lags), True, 1)
+        *_, num_groups = parse_layout(layout)
+        require_valid(Contender(case.name, tuple(command(case, args, Path()))), num_groups)
     out = common.results_folder(args, "reproduce")
     rows = []
     for script, lag in itertools.product(args.scripts, args.lags):
-        rows += compare_script(script, lag, args, out / "runs")
+        rows += compare_script(script, lag, args, out / "runs" / time.strftime("%Y%m%d-%H%M%S"))
     record = {**common.benchmark_record("reproduce", torch.device(args.device)), "args": asdict(args), "rows": rows}
     text = f"{common.describe_machine(record['machine'])}\n\n{render(rows, args)}"
     common.write_results(out, "reproduce", record, text)

@@ -86,8 +86,8 @@ TASKS = {
 
 @dataclass
 class Args(common.OutArgs):
-    task: tyro.conf.Positional[str]
-    """cartpole, cheetah5k, cheetah10k, cheetah-run, hopper, pong or breakout"""
+    task: tyro.conf.Positional[Literal[*TASKS]]
+    """what is to be learned"""
     contenders: tuple[str, ...] = ()
     """SCRIPT[:MODE] or PEER (sb3:SAC) and its flags each, in addition to the record holder, which always runs"""
     seeds: tuple[int, ...] = (1, 2, 3)
@@ -146,13 +146,11 @@ def main(args: Args) -> int:
 
 
 def task_for(name: str, device: torch.device, seconds: float | None = None) -> Task:
-    """One of TASKS; its holder runs in float32 where bf16 would be slower. UsageError if there is no such task.
+    """One of TASKS; its holder runs in float32 where bf16 would be slower.
 
     Args:
         seconds: that the holder is expected to take; None for the task's own.
     """
-    if name not in TASKS:
-        raise UsageError(f"{name}: no such task; choose from {', '.join(TASKS)}")
     has_bf16, task = device.type == "cuda" or has_bf16_units(), TASKS[name]
     holder = task.holder if has_bf16 else task.holder.replace(BF16, "")
     return task._replace(holder=holder, seconds=seconds or task.seconds)

@@ -91,15 +91,6 @@ class Trial:
     peak_memory_mb: float | None = None
     """peak RAM of the run's processes, in 10**6 bytes; None if the system does not say"""
 
-    def read(self) -> None:
-        """Reads what the run has written to its directory so far."""
-        run_dir = Path(self.run_dir)
-        self.summary, self.args = read_json(run_dir / "summary.json"), read_json(run_dir / "args.json")
-        self.metrics = [
-            {key: value for key, value in point.items() if key == "global_step" or key.startswith("charts/")}
-            for point in read_metrics(run_dir)
-        ]
-
     @property
     def failure(self) -> str | None:
         """Why this trial does not count; None if it does."""
@@ -150,16 +141,6 @@ def parse_entry(entry: str, name: str) -> tuple[str, list[str]]:
     return script, [mode] if colon else modes
 
 
-def lack(mode: str, device: torch.device) -> str | None:
-    """Why this machine cannot run that mode on ``device``, with the remedy; None if it can."""
-    switches = {flag.removeprefix("--").replace("-", "_"): True for flag in flags_of(mode)}
-    try:
-        resolve_device(SimpleNamespace(device=str(device), **switches))
-    except UsageError as error:
-        return str(error)
-    return None
-
-
 def target_device(script_args: Sequence[str]) -> torch.device:
     """The device on which scripts with these flags will run. UsageError if there is no such device."""
     words = " ".join(script_args).replace("=", " ").split()
@@ -191,11 +172,14 @@ def contenders_of(
             continue
         script, modes = parse_entry(who, name)
         for mode in modes:
-            if reason := lack(mode, device):
+            switches = {flag.removeprefix("--").replace("-", "_"): True for flag in flags_of(mode)}
+            try:
+                resolve_device(SimpleNamespace(device=str(device), **switches))
+            except UsageError as error:
                 if modes == [mode]:
-                    raise bad(name, entry, reason)
+                    raise bad(name, entry, str(error)) from None
                 if mode == "compile":  # that a machine has no GPU need not be said
-                    print(f"leaving out {script}:{mode}: {reason}", flush=True)
+                    print(f"leaving out {script}:{mode}: {error}", flush=True)
                 continue
             command = (sys.executable, str(SCRIPTS / f"{script}.py"), *flags_of(mode), *flags, *own)
             contenders.append(Contender(" ".join([script, *flags_of(mode), *own]), command))
@@ -304,21 +288,29 @@ def in_turn(runs: Mapping[str, Callable]) -> list:
     return results
 
 
-def run_trial(contender: Contender, seed: int, runs_dir: Path, deadline: Deadline | None = None, **rest) -> Trial:
-    """Runs one contender to its end in a run directory of its own, and reads that. ``rest``: see ``run_child``.
+def run_trial(
+    contender: Contender, seed: int, runs_dir: Path, deadline: Deadline | None = None, *, exits: bool = True, **rest
+) -> Trial:
+    """Runs one contender to its end in a run directory of its own, and reads that.
 
-    Raises:
-        SystemExit: with code 2 if the run ends with that code: bad input, which it has reported in one line.
+    Args:
+        exits: exit with code 2 if the run does: bad input, which it has reported in one line.
+        deadline, rest: see ``run_child``.
     """
-    name = re.sub(r"[^A-Za-z0-9]+", "_", contender.label).strip("_")
+    name = re.sub(r"[^A-Za-z0-9]+", "_", contender.label).strip("_")[:100]  # file names have at most 255 characters
     # The name has the time, so that a second call may use the same folder.
     run_name = f"{name}__seed{seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     flags = ["--seed", str(seed), "--run-name", run_name, "--runs-dir", str(runs_dir)]
-    trial = Trial(contender.label, seed, [*contender.command, *flags], str(runs_dir / run_name), exit_code=0)
+    run_dir = runs_dir / run_name
+    trial = Trial(contender.label, seed, [*contender.command, *flags], str(run_dir), exit_code=0)
     trial.exit_code, trial.peak_memory_mb = run_child(trial.command, deadline, **rest)
-    if trial.exit_code == 2 and "output" not in rest:
+    if trial.exit_code == 2 and exits:
         raise SystemExit(2)
-    trial.read()
+    trial.summary, trial.args = read_json(run_dir / "summary.json"), read_json(run_dir / "args.json")
+    trial.metrics = [
+        {key: value for key, value in point.items() if key == "global_step" or key.startswith("charts/")}
+        for point in read_metrics(run_dir)
+    ]
     return trial
 
 
