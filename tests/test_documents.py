@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 import tyro
 from packaging.requirements import Requirement
 from scripts import ONE_GRAPH_SCRIPTS
@@ -157,7 +158,7 @@ def test_bench_is_a_call_of_compare(line, bf16_units, tmp_path, monkeypatch):
     in_bf16 = [contender for contender in args.contenders if contender.endswith("--amp bf16")]
     assert len(in_bf16) == (bf16_units and line in ("SAC", "TD3", "PPO-Atari"))
     monkeypatch.setattr(trials, "require_peer", lambda who, name: None)
-    monkeypatch.setattr(trials, "lack", lambda mode, device: None)
+    monkeypatch.setattr(trials, "resolve_device", lambda args: torch.device("cpu"))
     monkeypatch.setattr(trials, "run_trials", lambda *_: sys.exit("the first run"))
     with pytest.raises(SystemExit, match="the first run"):
         compare.main(args)

@@ -94,7 +94,7 @@ def test_modes_of_this_machine(a_compiler, monkeypatch, capsys):
     with pytest.raises(UsageError, match="--one-graph needs a CUDA device"):
         contenders_of([f"{TD3}:one-graph"], "contenders", CPU)
 
-    monkeypatch.setattr(trials, "resolve_device", lambda args: None)
+    monkeypatch.setattr(trials, "resolve_device", lambda args: CPU)
     graphs = ["", " --compile", " --cudagraphs", " --compile --cudagraphs"]
     assert found(CUDA) == graphs
     assert found(CUDA, TD3) == [*graphs, " --one-graph", " --compile --one-graph"]
