@@ -264,7 +264,7 @@ def test_a_reason_is_one_line_of_a_pipe_whatever_it_holds(monkeypatch):
 
 
 def test_a_process_that_answers_after_all_is_no_mystery():
-    child = Child("learner 7 (rank 9)", [], {}, process=SimpleNamespace(poll=lambda: None), last_sign=time.monotonic())
+    child = Child("learner 7 (rank 9)", [], {}, process=SimpleNamespace(poll=lambda: None), last_heard=time.monotonic())
     assert Supervisor([child], start_timeout=60, timeout=60)._explain() == "a process did not answer in time"
 
 

@@ -35,7 +35,7 @@ class Status:
         fd = os.environ.pop(STATUS_FD, None)
         self._fd = None if fd is None else int(fd)
         self._failed = threading.Lock()
-        self.told = threading.Event()
+        self.reported = threading.Event()
         """set by ``fail`` when it is done"""
         if self._fd is not None:
             os.set_inheritable(self._fd, False)  # or compilers started here would keep it open
@@ -87,7 +87,7 @@ class Status:
         self._write(json.dumps({"kind": kind, "message": message}, ensure_ascii=False).encode() + b"\n")
         if self._fd is None:  # else the supervisor prints it, once it has heard all failures
             print(message, file=sys.stderr, flush=True)
-        self.told.set()
+        self.reported.set()
 
     def fail_in_thread(self, error: BaseException, who: str) -> None:
         """``fail`` from a daemon thread; ends the process if its main thread, perhaps waiting for a peer, does not."""

@@ -92,7 +92,7 @@ class Child:
     process: subprocess.Popen | None = None
     pipe: int = -1
     unread: bytes = b""
-    last_sign: float = 0.0
+    last_heard: float = 0.0
     """when it last wrote, or was started; time.monotonic()"""
     under_way: bool = False
     """whether its start-up is over"""
@@ -111,7 +111,7 @@ class Child:
             process_group=0,
         )
         os.close(theirs)
-        self.last_sign = time.monotonic()
+        self.last_heard = time.monotonic()
 
     def read(self) -> bool:
         """Reads what it wrote; False once it has closed its end."""
@@ -119,11 +119,11 @@ class Child:
             written = os.read(self.pipe, 65536)
         except BlockingIOError:
             return True
-        self.last_sign = time.monotonic()
+        self.last_heard = time.monotonic()
         *lines, self.unread = (self.unread + written).split(b"\n")
-        told = [json.loads(line) for line in lines if line]
-        self.under_way |= UNDER_WAY in told
-        self.failures += [line for line in told if line != UNDER_WAY]
+        messages = [json.loads(line) for line in lines if line]
+        self.under_way |= UNDER_WAY in messages
+        self.failures += [line for line in messages if line != UNDER_WAY]
         return bool(written)
 
     def kill(self) -> None:
@@ -172,9 +172,9 @@ class Supervisor:
                     if self._signals.count(signal.SIGINT) > 1:
                         return 130
                     if self._silent_or_failed():
-                        self._hear_out()
+                        self._await_reports()
                         failed = self._silent_or_failed()
-                return self._conclude(failed)
+                return self._exit_code(failed)
         finally:
             for child in self.children:
                 if child.process is not None:
@@ -206,17 +206,17 @@ class Supervisor:
 
         def is_silent(child: Child) -> bool:
             limit = seconds or (self.timeout if child.under_way else self.start_timeout)
-            return child.process.poll() is None and now - child.last_sign > limit
+            return child.process.poll() is None and now - child.last_heard > limit
 
-        return min(filter(is_silent, self.children), key=lambda child: child.last_sign, default=None)
+        return min(filter(is_silent, self.children), key=lambda child: child.last_heard, default=None)
 
-    def _hear_out(self) -> None:
+    def _await_reports(self) -> None:
         """Reads until all is well again or EXPLAIN_SECONDS are over: others may report the cause of a failure."""
         until = time.monotonic() + EXPLAIN_SECONDS
         while self._silent_or_failed() and time.monotonic() < until and self._anyone_left():
             self._listen(POLL_SECONDS)
 
-    def _conclude(self, failed: bool) -> int:
+    def _exit_code(self, failed: bool) -> int:
         """The exit code; the last line printed names what failed."""
         self._listen(0)
         codes = [child.process.poll() for child in self.children]
@@ -252,7 +252,7 @@ class Supervisor:
             return f"{name} killed by signal {number}{last and f'; {last}'}"
         # A silent process; if others report failures, a shorter silence counts.
         if (silent := self._silent(min(SILENT_SECONDS, self.timeout) if failures else None)) is not None:
-            seconds = time.monotonic() - silent.last_sign
+            seconds = time.monotonic() - silent.last_heard
             start = "" if silent.under_way else " at start-up; see --start-timeout"
             waiting = f"; {failures[0]['message']}" if failures else ""
             return f"{silent.name} has not answered for {seconds:.0f} s{start}{waiting}"

@@ -226,7 +226,7 @@ def join(start: Start, script_file: str, agent: nn.Module, optimizer, network: d
             report_usage_error(error, script_file)
             code = 2
         except Stopped:  # an actor thread failed, and reports it
-            status.told.wait(GRACE_SECONDS)
+            status.reported.wait(GRACE_SECONDS)
         except KeyboardInterrupt:  # a second Ctrl-C, or one before signals are handled
             code = 130
         except Exception as error:

@@ -89,7 +89,7 @@ class Prediction(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Wall-clock seconds of a piece of work run alone, and its core-seconds; for a rollout, also its two parts."""
+    """Wall-clock seconds of a piece of work run alone, and its core-seconds; for a rollout also its parts, wall clock."""
 
     wall: float
     cores: float
@@ -118,9 +118,9 @@ class LayoutParts:
     update: Measured
     """of a learner, by its number of environments"""
     update_alone: Measured
-    """likewise, with the CPU threads of a learner that is the only process"""
+    """of a learner that is the only process, with the CPU threads that it then gets"""
     update_beside: Measured
-    """likewise, of one of two learners at the same time on this machine, without their gradient sums"""
+    """of one of two learners that update at the same time on this machine, gradient sums excluded"""
     message: tuple[float, float]
     """latency in seconds, and seconds per byte, from process to process"""
     reduction: tuple[float, float]
