@@ -89,7 +89,7 @@ class Prediction(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Wall-clock seconds of a piece of work run alone, and its core-seconds; for a rollout also its parts, wall clock."""
+    """Wall-clock and core-seconds of a piece of work run alone; for a rollout also its parts' wall-clock seconds."""
 
     wall: float
     cores: float
