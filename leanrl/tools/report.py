@@ -56,7 +56,7 @@ HEADLINE = {
     "SAC, HalfCheetah": Line("sac_continuous_action", "HalfCheetah-v5"),
     "TD3, HalfCheetah": Line("td3_continuous_action", "HalfCheetah-v5"),
     "DQN, CartPole": Line("dqn", "CartPole-v1"),
-    "PPO, Breakout, 8 environments": Line("ppo_atari_envpool", "Breakout-v5", ("learning_1m.csv",)),
+    "PPO, Breakout, 8 environments": Line("ppo_atari_envpool", "Breakout-v5", ("learning_500k.csv",)),
 }
 COLUMNS = {"SB3": "sb3:", "SBX": "sbx:", "our eager reference": "", "fast variant, eager": "_torchcompile"}
 COLUMNS |= {f"`{flags}`": f"_torchcompile {flags}" for flags in ("--compile", "--compile --amp bf16")}
