@@ -126,7 +126,7 @@ def overview(root: Path):
             if len(group) >= 3:
                 band = plot.estimate_band([curve[curve["global_step"] <= end] for curve in group], "global_step")
                 plot.draw_band(axes, band, common.colors_of([label])[label])
-        axes.set(xlabel="environment steps", xlim=(0, end))
+        axes.set(xlabel="environment steps", xlim=(0, 1.01 * end))  # whole rollouts end just before a million steps
         for panel in (bars, axes):
             common.clean(panel)
             panel.xaxis.set(major_locator=MaxNLocator(4, steps=[1, 2, 5, 10]), major_formatter=EngFormatter(sep=""))
