@@ -56,7 +56,7 @@ def test_scripts_take_the_flags_of_their_measurements(name, some_gpu):
     assert ("cleanba" in name or "atari" in name) == labels[-1].endswith("--amp bf16")
 
 
-def test_what_runs_first_is_measured_first(some_gpu, tmp_path):
+def test_the_plainest_and_the_fastest_are_measured_first(some_gpu, tmp_path):
     (tmp_path / "leanrl").mkdir()
     (tmp_path / "leanrl" / f"{FAST}.py").touch()
     contenders = {name: gpu.measured_contenders(name, some_gpu, str(tmp_path)) for name in ("td3", "cleanba_ppo")}

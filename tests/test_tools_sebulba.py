@@ -94,7 +94,7 @@ def test_launch_refuses(tmp_path):
     "changes, message",
     [
         ({"layouts": ("a0-l0",)}, "a0-l0: not a layout"),
-        ({"num_envs": 7}, "--num-envs 7: "),
+        ({"num_envs": 6, "num_shards": 2}, "--num-envs 6: "),
         ({"lags": ()}, "--lags : "),
         ({"num_shards": 3}, "--num-shards 3: must divide the 32 environments"),
         ({"num_shards": 2, "layouts": ("a0-l0-d1", "a0-l1,2,3,4-d1")}, "--num-shards 2: must be a multiple of"),
