@@ -13,7 +13,7 @@ usage() {
 ./run.sh gpu [FLAGS]        on a GPU: checks, then the speed of every script in every mode, 500 s a call
 ./run.sh launch [FLAGS]     a script on several environments with several seeds, here or on SLURM
 ./run.sh report [--check]   the documents' tables, written from the committed results
-./run.sh speedrun TASK      the time that training takes to a score, beside the record's: cartpole, hopper, pong ...
+./run.sh speedrun TASK      the time that training takes to reach a score, beside the record: cartpole, hopper ...
 ./run.sh TOOL [FLAGS]       compare, evaluate, plot, ablate, profile, reproduce or plan_layout
 ./run.sh SCRIPT --help      what a script or tool takes
 

@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def no_restart(monkeypatch):
-    """Tests under torchrun or SLURM are no restarted runs."""
+    """Tests started under torchrun or SLURM must not count as restarted runs."""
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
 

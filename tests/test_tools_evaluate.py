@@ -1,6 +1,5 @@
 """tools/evaluate and support/evaluation: a saved model plays as its policy does, a bad one is told in one line."""
 
-import importlib
 import json
 import math
 import shutil
@@ -24,7 +23,7 @@ from leanrl.sebulba.environments import make_pool
 from leanrl.support import evaluation
 from leanrl.support.atari import AtariVectorEnv
 from leanrl.support.cli import read_args_json
-from leanrl.support.envs import make_env, make_envs
+from leanrl.support.envs import make_envs
 from leanrl.support.errors import UsageError
 from leanrl.tools import evaluate
 
@@ -165,10 +164,13 @@ def play_pools_by_hand(run_dir: Path, env_id: str, episodes: int, seed: int, **o
     for episode in range(episodes):
         seeds = [evaluation_seed(seed, episode)]
         pool = envpool.make(env_id, env_type="gymnasium", num_envs=1, seed=seeds, **options)
-        spaces = {"single_observation_space": pool.observation_space, "single_action_space": pool.action_space}
+        space, is_dict = pool.observation_space, isinstance(pool.observation_space, gym.spaces.Dict)
+        flat_space = gym.spaces.flatten_space(space) if is_dict else space
+        spaces = {"single_observation_space": flat_space, "single_action_space": pool.action_space}
         policy = evaluation.training_script(run_dir, script).load_policy(model, SimpleNamespace(**spaces))
         (obs, _), score, over = pool.reset(), 0.0, False
         while not over:
+            obs = gym.spaces.flatten(space, obs)[None] if is_dict else obs
             obs, reward, terminated, truncated, infos = pool.step(policy(obs).astype(pool.action_space.dtype))
             score += float(reward[0])
             over = truncated[0] or (infos["lives"][0] == 0 if "lives" in infos else terminated[0])
@@ -188,7 +190,7 @@ def test_scores_are_those_of_whole_games_by_hand(script, trained, monkeypatch):
 def test_an_agent_that_never_serves_loses_its_lives(script, trained, monkeypatch):
     """In training EnvPool serves the ball after a lost life; without that, time would have to run out."""
     wait = Mock(side_effect=lambda obs: np.zeros(len(obs), int))
-    monkeypatch.setattr(importlib.import_module(f"leanrl.{script}"), "load_policy", lambda *_: wait)
+    monkeypatch.setattr(f"leanrl.{script}.load_policy", lambda *_: wait)
     (score,) = evaluation.play(trained, 1)
     assert 0 <= score < 20 and 50 < wait.call_count < 2_000
 
@@ -197,9 +199,7 @@ def test_an_agent_that_never_serves_loses_its_lives(script, trained, monkeypatch
 def test_one_action_in_a_hundred_is_random(script, trained, monkeypatch):
     sent, step = [], AtariVectorEnv.step
     monkeypatch.setattr(AtariVectorEnv, "step", lambda envs, actions: sent.extend(actions) or step(envs, actions))
-    monkeypatch.setattr(
-        importlib.import_module(f"leanrl.{script}"), "load_policy", lambda *_: lambda obs: np.zeros(len(obs), int)
-    )
+    monkeypatch.setattr(f"leanrl.{script}.load_policy", lambda *_: lambda obs: np.zeros(len(obs), int))
     first = evaluation.play(trained, 10)
     shares = np.bincount(sent) / len(sent)
     assert 0.004 < shares[1:].sum() < 0.011 and min(shares) > 0  # a random action is the policy's in a quarter of cases
@@ -239,10 +239,12 @@ def test_sticky_actions(run_dir, tmp_path, refusal):
 
 
 def test_an_episode_ends_at_its_time_limit(tmp_path):
-    run_dir = untrained(tmp_path / "reacher", "Reacher-v5")
-    expected, lengths = play_by_hand(run_dir, "Reacher-v5", seed=0, episodes=3)
-    assert lengths == [50, 50, 50]
-    np.testing.assert_allclose(evaluation.play(run_dir, 3), expected, rtol=1e-6)
+    """In dm_control, whose observations are a Dict."""
+    flags = ["--env-backend=envpool", "--env-id=CheetahRun-v1", "--save-model", "--total-timesteps=512"]
+    script = "td3_continuous_action_torchcompile"
+    assert run(script, *tiny(script), *flags, "--runs-dir", tmp_path, "--run-name=run") == 0
+    expected = play_pools_by_hand(tmp_path / "run", "CheetahRun-v1", episodes=2, seed=4)
+    assert evaluation.play(tmp_path / "run", 2, seed=4) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("script", KINDS[:1], indirect=True)
@@ -321,16 +323,16 @@ def test_video_shows_the_first_episode(opengl, tmp_path, monkeypatch, capsys):
     assert np.abs(frames[-1] - frames[0]).mean() > 0.5
 
 
-def test_classic_control_can_be_filmed(capfd):
-    evaluation.require_video("CartPole-v1")
-    env = make_env("CartPole-v1", render_mode="rgb_array")
-    env.reset()
-    first = env.render()
-    for _ in range(8):
-        env.step(1)
-    assert first.shape == env.render().shape == (400, 600, 3) and (first != env.render()).any()
-    env.close()
-    assert capfd.readouterr() == ("", "")  # of a screen that is missing, say
+FILMED = [("CartPole-v1", "gymnasium", (400, 600, 3)), ("MiniGrid-Empty-5x5-v0", "envpool", (160, 160, 3))]
+
+
+@pytest.mark.parametrize("env_id, backend, shape", FILMED, ids=["numbers", "Dict"])
+def test_vectors_and_dicts_are_filmed(env_id, backend, shape, tmp_path, capfd):
+    flags = [f"--env-id={env_id}", f"--env-backend={backend}", "--capture-video", "--total-timesteps=512"]
+    assert run("dqn_torchcompile", *tiny("dqn_torchcompile"), *flags, "--runs-dir", tmp_path, "--run-name=run") == 0
+    frames = np.stack(imageio.mimread(tmp_path / "run" / "videos" / "episode.mp4", memtest=False)).astype(int)
+    assert frames.shape[1:] == shape and np.abs(frames[5] - frames[0]).max() > 50
+    assert capfd.readouterr().err == ""  # no complaint about a screen that is missing, say
 
 
 @pytest.mark.parametrize("script", ATARI[1:2], indirect=True)

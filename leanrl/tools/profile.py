@@ -285,7 +285,11 @@ def render(record: dict) -> str:
     """A table of the record's ``rows``."""
     rows = [{**row, **row["parts_us"]} for row in record["rows"]]
     columns = [key for key in COLUMNS if any(key in row for row in rows)]
-    cells = [[x if isinstance(x := row.get(key, "-"), str) else f"{x:,.0f}" for key in columns] for row in rows]
+
+    def cell(x: float | str) -> str:
+        return x if isinstance(x, str) else common.rounded([x], max(x, 10))[0]
+
+    cells = [[cell(row.get(key, "-")) for key in columns] for row in rows]
     legend = "Microseconds of an environment step; the parts are those of the profiled one."
     return f"{common.markdown_table([COLUMNS[key] for key in columns], cells)}\n\n{legend}"
 

@@ -189,12 +189,13 @@ def render(marker: str, root: Path, page: Path) -> tuple[str, dict[str, dict]]:
     fields = dict(word.split("=", 1) for word in words if "=" in word)
     column = fields.pop("cell", None)
     try:
-        records = [load(root / RESULTS / name) for name in names]
+        by_name = {name: load(root / RESULTS / name) for name in names}
+        records = list(by_name.values())
         text = headline(records) if is_headline else RENDER[records[0]["tool"]](selected(records, fields))
         tables = [block for block in text.split("\n\n") if block.startswith("|")]
         if column is not None:
             header, _, first, *_ = ([cell.strip() for cell in line.split("|")] for line in tables[0].splitlines())
-            return first[header.index(column)], {}
+            return first[header.index(column)], by_name
         commits = dict.fromkeys(short(commit) for record in records for commit in commits_of(record))
         source = f"Measured at {', '.join(commits)}" if commits else "Raw curves"
         if not is_headline:
@@ -204,7 +205,7 @@ def render(marker: str, root: Path, page: Path) -> tuple[str, dict[str, dict]]:
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UsageError(f"{page}: report: {marker}: {type(error).__name__}: {error}") from None
     text = "\n\n".join([*tables, source])
-    return f"\n{text}.\n", dict(zip(names, records, strict=True))
+    return f"\n{text}.\n", by_name
 
 
 def machine_of(record: dict) -> str:
@@ -281,7 +282,7 @@ def changed_since(record: dict) -> list[str]:
 
 def main(args: Args, root: Path = REPOSITORY) -> int:
     """Returns 1 if ``--check`` found a difference, else 0; ``root`` has the pages and the results."""
-    differences, used = [], {}
+    differences, used, tabled = [], {}, {}
     for page in [root / "README.md", *sorted((root / "doc").rglob("*.md"))]:
         text = page.read_text()
         tables = MARKED.findall(text)
@@ -290,6 +291,7 @@ def main(args: Args, root: Path = REPOSITORY) -> int:
         for marker, before in tables:
             now, records = render(marker, root, page)
             used |= records
+            tabled |= {} if "cell=" in marker else records
             if now != before:
                 differences.append(f"{page.relative_to(root)}: {marker}")
                 text = text.replace(f"{marker} -->{before}<!-- end -->", f"{marker} -->{now}<!-- end -->")
@@ -298,7 +300,7 @@ def main(args: Args, root: Path = REPOSITORY) -> int:
             if "report: headline" in text:
                 overview(root).savefig(root / OVERVIEW, dpi=110)
     # Cold caches would double the panels, and add seconds to curves of minutes.
-    speedruns = [record for record in used.values() if record["tool"] == "speedrun"]
+    speedruns = [record for record in tabled.values() if record["tool"] == "speedrun"]
     warm = [record | {"runs": [run for run in record["runs"] if run["cache"] == "warm"]} for record in speedruns]
     if warm and not args.check:
         speedrun.draw(*warm).savefig(root / SPEEDRUNS, dpi=100)
