@@ -286,8 +286,10 @@ def render(record: dict) -> str:
     rows = [{**row, **row["parts_us"]} for row in record["rows"]]
     columns = [key for key in COLUMNS if any(key in row for row in rows)]
 
-    def cell(x: float | str) -> str:
-        return x if isinstance(x, str) else common.rounded([x], max(x, 10))[0]
+    def cell(x: float | int | str) -> str:
+        if isinstance(x, str):
+            return x
+        return common.rounded([x], max(x, 10))[0] if isinstance(x, float) else f"{x:,}"
 
     cells = [[cell(row.get(key, "-")) for key in columns] for row in rows]
     legend = "Microseconds of an environment step; the parts are those of the profiled one."
