@@ -56,10 +56,8 @@ def untrained(run_dir: Path, env_id: str, **args) -> Path:
     torch.manual_seed(0)
     with gym.make(env_id) as env:
         obs_dim, action_dim = env.observation_space.shape[0], env.action_space.shape[0]
-    model = {
-        "agent": Agent(obs_dim, action_dim).state_dict(),
-        "obs_rms": {"mean": torch.zeros(obs_dim), "var": torch.ones(obs_dim)},
-    }
+    model = {"obs_rms": {"mean": torch.zeros(obs_dim), "var": torch.ones(obs_dim)}}
+    model["agent"] = Agent(obs_dim, action_dim).state_dict()
     return write_run(run_dir, "ppo_continuous_action", model, env_id=env_id, **args)
 
 
@@ -98,8 +96,7 @@ def policy_by_hand(model: dict, space: gym.Space):
             return layers(x, ["0", "2", "4"], torch.relu).argmax().item()
         for linear, norm in (("0", "1"), ("3", "4")):  # PQN's
             x = layers(x, [linear], None)
-            x = (x - x.mean()) / (x.var(correction=0) + 1e-5).sqrt()
-            x = torch.relu(x * weights[f"{norm}.weight"] + weights[f"{norm}.bias"])
+            x = torch.relu(F.layer_norm(x, x.shape, weights[f"{norm}.weight"], weights[f"{norm}.bias"]))
         return layers(x, ["6"], None).argmax().item()
 
     policies = {"agent": ppo, "actor": actor, "q_network": q_network}
@@ -108,11 +105,11 @@ def policy_by_hand(model: dict, space: gym.Space):
     return policies[part]
 
 
-def play_by_hand(run_dir: Path, env_id: str, seed: int, episodes: int) -> tuple[list[float], list[int]]:
+def play_by_hand(run_dir: Path, env_id: str, seed: int, episodes: int) -> tuple[tuple[float, ...], tuple[int, ...]]:
     """Returns and lengths of the saved policy in plain Gymnasium, no code of ours in the loop."""
     env = gym.make(env_id)
     act = policy_by_hand(torch.load(run_dir / "model.pt", weights_only=True)["model"], env.action_space)
-    returns, lengths = [], []
+    played = []
     for episode in range(episodes):
         obs, _ = env.reset(seed=evaluation_seed(seed, episode))
         rewards, over = [], False
@@ -120,9 +117,8 @@ def play_by_hand(run_dir: Path, env_id: str, seed: int, episodes: int) -> tuple[
             obs, reward, terminated, truncated, _ = env.step(act(obs))
             rewards.append(float(reward))
             over = terminated or truncated
-        returns.append(sum(rewards))
-        lengths.append(len(rewards))
-    return returns, lengths
+        played.append((sum(rewards), len(rewards)))
+    return tuple(zip(*played, strict=True))
 
 
 # ------------------------------------------------------------------------------------------------------------ RETURNS
@@ -234,8 +230,7 @@ def test_what_was_trained_on_envpool_is_filmed_and_plays_there(script, tmp_path)
 @pytest.mark.parametrize("script", ATARI[1:2], indirect=True)
 def test_sticky_actions(run_dir, tmp_path, refusal):
     assert evaluation.play(run_dir, 3) != evaluation.play(run_dir, 3, sticky=True)
-    hopper = untrained(tmp_path / "hopper", "Hopper-v5")
-    assert "--sticky: Hopper-v5 has none" in refusal(evaluate, hopper, "--sticky")
+    assert "--sticky: Hopper-v5 has none" in refusal(evaluate, untrained(tmp_path / "hopper", "Hopper-v5"), "--sticky")
 
 
 def test_an_episode_ends_at_its_time_limit(tmp_path):
@@ -323,6 +318,15 @@ def test_video_shows_the_first_episode(opengl, tmp_path, monkeypatch, capsys):
     assert np.abs(frames[-1] - frames[0]).mean() > 0.5
 
 
+def test_the_camera_follows(opengl):
+    with closing(evaluation.make_evaluation_envs({"env_id": "HalfCheetah-v5"}, 1, 0, True, None)) as envs:
+        envs.reset()
+        envs.render()
+        envs.envs[0].unwrapped.data.qpos[0] = 20
+        envs.step(np.zeros((1, 6)))
+        assert (np.ptp(envs.render(), axis=2) > 60).sum() > 1_000  # the cheetah; the floor has hardly any colour
+
+
 FILMED = [("CartPole-v1", "gymnasium", (400, 600, 3)), ("MiniGrid-Empty-5x5-v0", "envpool", (160, 160, 3))]
 
 
@@ -370,11 +374,10 @@ def test_mujoco_tasks_of_envpool_can_be_filmed_as_gymnasiums(env_id):
 
 def test_hopper_on_envpool_plays_there_and_is_filmed_in_gymnasium(opengl, tmp_path, monkeypatch):
     run_dir = untrained(tmp_path / "run", "Hopper-v5", env_backend="envpool")
-    (score,) = evaluation.play(run_dir, 1)
     (filmed,), _ = play_by_hand(run_dir, "Hopper-v5", seed=0, episodes=1)
     assert run_tool_in_process(monkeypatch, evaluate, run_dir, "--episodes", 1, "--capture-video") == 0
     assert returns_of(run_dir) == pytest.approx([filmed], rel=1e-6)
-    assert abs(score - filmed) > 1  # other dice
+    assert abs(evaluation.play(run_dir, 1)[0] - filmed) > 1  # other dice
     assert (run_dir / "videos" / "evaluation_seed0.mp4").exists()
 
 

@@ -127,5 +127,5 @@ def run_script(main: Callable, args_type: type[RunArgs], script_file: str) -> No
 
 def report_usage_error(error: UsageError, script_file: str) -> None:
     """Prints ``error`` as one line on stderr."""
-    line = " ".join(str(error).split())  # a library's message may span several lines
-    print(f"{Path(script_file).name}: {line}", file=sys.stderr)
+    # A library's message may span several lines.
+    print(f"{Path(script_file).name}: {' '.join(str(error).split())}", file=sys.stderr)

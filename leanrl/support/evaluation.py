@@ -132,6 +132,8 @@ def make_evaluation_envs(
     if rendering:
         backend = require_video(env_id, backend)
         options["render_mode"] = "rgb_array"
+        if "gymnasium.envs.mujoco" in str(gym.registry.get(env_id)):
+            options["camera_name"] = "track"  # Gymnasium 1.4's default stays behind when HalfCheetah runs
     if protocol is not None:
         return make_atari_envs(env_id, num_envs, seed, protocol, **options)
     return make_envs(env_id, num_envs, seed, backend, **options)
