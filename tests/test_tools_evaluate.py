@@ -335,7 +335,7 @@ def test_vectors_and_dicts_are_filmed(env_id, backend, shape, tmp_path, capfd):
     flags = [f"--env-id={env_id}", f"--env-backend={backend}", "--capture-video", "--total-timesteps=512"]
     assert run("dqn_torchcompile", *tiny("dqn_torchcompile"), *flags, "--runs-dir", tmp_path, "--run-name=run") == 0
     frames = np.stack(imageio.mimread(tmp_path / "run" / "videos" / "episode.mp4", memtest=False)).astype(int)
-    assert frames.shape[1:] == shape and np.abs(frames[5] - frames[0]).max() > 50
+    assert frames.shape[1:] == shape and np.abs(frames[3] - frames[0]).max() > 50
     assert capfd.readouterr().err == ""  # no complaint about a screen that is missing, say
 
 
